@@ -1,0 +1,46 @@
+"""ReplaySSM decoding for state-space layers in JAX."""
+
+from replayssm_jax.pointer import (
+    ReplayPointer,
+    after_prefill,
+    after_verify,
+    commit,
+    init_pointer,
+    reset_pointer,
+)
+from replayssm_jax.prefill import prefill
+from replayssm_jax.replay import flush, materialize, step, verify
+from replayssm_jax.state import (
+    Recurrence,
+    ReplayBuffer,
+    ReplayPolicy,
+    ReplayState,
+    Tokens,
+    copy_slots,
+    init_state,
+    reset,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Recurrence",
+    "ReplayBuffer",
+    "ReplayPointer",
+    "ReplayPolicy",
+    "ReplayState",
+    "Tokens",
+    "after_prefill",
+    "after_verify",
+    "commit",
+    "copy_slots",
+    "flush",
+    "init_pointer",
+    "init_state",
+    "materialize",
+    "prefill",
+    "reset",
+    "reset_pointer",
+    "step",
+    "verify",
+]

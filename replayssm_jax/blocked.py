@@ -1,0 +1,164 @@
+"""The recurrence for a block of tokens at once, from a state and a few records that are never folded to form the present.
+
+With G_i the cumulative log decay over the block, S the state just before it and A, P lower triangular:
+
+    A_ij = beta_i exp(G_i - G_j) (k_i . k_j), i > j           U = (I + A)^{-1} [beta_i (v_i - S exp(G_i) k_i)]
+    P_ij = exp(G_i - G_j) (k_j . q_i), i >= j                 o_i = S exp(G_i) q_i + sum_j P_ij u_j
+
+and S itself is a checkpoint C decayed by its records' total, plus the records: S = C exp(R) + sum_l w_l (key_l exp(R_l))^T.
+
+Every exponent is a sum of log decays over the tokens in between, never a difference of running sums: one token with a gate
+of -1e4 would otherwise leave nothing of the digits of its neighbours' gates. A sum of terms <= 0 neither overflows nor cancels.
+
+Arrays here are float32 with heads before time, as batched products like them: [B, H, T, ...].
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replayssm_jax.state import Recurrence
+
+Array = jax.Array
+
+# Products of a channel gate within a block are formed directly, [i, j, K] at a time, for this many tokens at most.
+_DIRECT = 16
+
+
+class Block(NamedTuple):
+    """Tokens of a block, or records of the past. Dead entries hold zeros."""
+
+    key: Array  # [B, G, T, K]
+    update: Array  # [B, H, T, V] u of a record; beta-free v of a token still to be solved
+    log_decay: Array  # [B, H, T] or [B, H, T, K]
+
+
+def product(subscripts: str, *operands: Array) -> Array:
+    """Einsum without TF32 or bfloat16 passes: these products feed the state."""
+    return jnp.einsum(subscripts, *operands, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def fold(recurrence: Recurrence, state: Array, records: Block) -> Array:
+    """The state after records: S exp(R) + sum_l w_l (key_l exp(R_l))^T.
+
+    Args:
+        recurrence: which recurrence.
+        state: [B, H, V, K] float32
+        records: L records.
+
+    Returns:
+        [B, H, V, K] float32
+    """
+    total = jnp.exp(jnp.sum(records.log_decay, axis=2))
+    later = jnp.exp(_sum_after(records.log_decay))
+    if recurrence.gate == "head":
+        weighted = _split(recurrence, records.update * later[..., None])
+        added = product("bgrlv,bglk->bgrvk", weighted, records.key)
+        return state * total[..., None, None] + added.reshape(state.shape)
+    decayed_key = _widen(recurrence, records.key) * later
+    return state * total[..., None, :] + product("bhlv,bhlk->bhvk", records.update, decayed_key)
+
+
+def run_block(
+    recurrence: Recurrence, state: Array, past: Block | None, q: Array, tokens: Block, beta: Array
+) -> tuple[Array, Array]:
+    """Outputs and updates of a block of tokens.
+
+    Args:
+        recurrence: which recurrence.
+        state: checkpoint before the past records. [B, H, V, K] float32
+        past: records between the checkpoint and the block, or None.
+        q: queries. [B, G, T, K] float32
+        tokens: keys, values and log decays of the block.
+        beta: [B, H, T] float32
+
+    Returns:
+        Outputs and updates u, both [B, H, T, V] float32.
+    """
+    readers = jnp.stack([q, tokens.key]) if recurrence.delta_rule else q[None]
+    before = _read_past(recurrence, state, past, readers, tokens.log_decay)
+    within = _decayed_products(recurrence, readers, tokens.key, tokens.log_decay)
+    u = beta[..., None] * tokens.update
+    if recurrence.delta_rule:
+        u = u - beta[..., None] * before[1]
+        system = jnp.tril(beta[..., None] * within[1], -1)  # its unit diagonal is implied
+        u = lax.linalg.triangular_solve(system, u, left_side=True, lower=True, unit_diagonal=True)
+    return before[0] + product("bhij,bhjv->bhiv", within[0], u), u
+
+
+def _read_past(recurrence: Recurrence, state: Array, past: Block | None, x: Array, log_decay: Array) -> Array:
+    """S exp(G_i) x_i for every reader x [P, B, G, T, K], without forming S. Returns [P, B, H, T, V]."""
+    elapsed = lax.cumsum(log_decay, axis=2)
+    total = elapsed
+    if past is not None:
+        total = elapsed + jnp.sum(past.log_decay, axis=2, keepdims=True)
+    if recurrence.gate == "head":
+        out = product("bgrvk,pbgtk->pbgrtv", _split(recurrence, state), x)
+        out = _merge(out) * jnp.exp(total)[..., None]
+    else:
+        x = _widen(recurrence, x)
+        out = product("bhvk,pbhtk->pbhtv", state, x * jnp.exp(total))
+    if past is None:
+        return out
+    later = jnp.exp(_sum_after(past.log_decay))
+    if recurrence.gate == "head":
+        weights = _widen(recurrence, product("pbgtk,bglk->pbgtl", x, past.key))
+        weights = weights * jnp.exp(elapsed)[..., None] * later[..., None, :]
+    else:
+        weights = product("pbhtk,bhlk->pbhtl", x * jnp.exp(elapsed), _widen(recurrence, past.key) * later)
+    return out + product("pbhtl,bhlv->pbhtv", weights, past.update)
+
+
+def _decayed_products(recurrence: Recurrence, x: Array, key: Array, log_decay: Array) -> Array:
+    """exp(G_i - G_j) (x_i . key_j) for i >= j, zero above, for readers x [P, B, G, T, K]. Returns [P, B, H, T, T]."""
+    if recurrence.gate == "head":
+        dots = product("pbgik,bgjk->pbgij", x, key)  # once per key head
+        return _widen(recurrence, dots) * jnp.exp(_sum_between(log_decay))
+    x, key = _widen(recurrence, x), _widen(recurrence, key)
+    tokens = key.shape[2]
+    rows = []
+    for start in range(0, tokens, _DIRECT):
+        here = slice(start, min(start + _DIRECT, tokens))
+        gate, reader = log_decay[:, :, here], x[..., here, :]
+        decayed_key = key[:, :, None, here] * jnp.exp(_sum_between(gate))  # [B, H, i, j, K]
+        near = jnp.sum(reader[..., None, :] * decayed_key, axis=-1)
+        # tokens before this piece: the gates up to its start and from its start on are two factors <= 1
+        up_to = jnp.exp(_sum_after(log_decay[:, :, :start]))
+        since = jnp.exp(lax.cumsum(gate, axis=2))
+        far = product("pbhik,bhjk->pbhij", reader * since, key[:, :, :start] * up_to)
+        above = jnp.zeros((*near.shape[:-1], tokens - here.stop))
+        rows.append(jnp.concatenate([far, near, above], axis=-1))
+    return jnp.concatenate(rows, axis=-2)
+
+
+def _sum_between(log_decay: Array) -> Array:
+    """Sum of the log decays of tokens j+1 .. i, -inf where j > i. [B, H, T, ...] -> [B, H, i, j, ...]"""
+    tokens = log_decay.shape[2]
+    index = jnp.arange(tokens)
+    shape = (tokens, tokens) + (1,) * (log_decay.ndim - 3)
+    after = (index[:, None] > index[None, :]).reshape(shape)
+    sums = lax.cumsum(jnp.where(after, log_decay[:, :, :, None], 0.0), axis=2)
+    return jnp.where((index[:, None] >= index[None, :]).reshape(shape), sums, -jnp.inf)
+
+
+def _sum_after(log_decay: Array) -> Array:
+    """Sum of the log decays of the entries after each one. [B, H, L, ...] -> same shape"""
+    later = jnp.concatenate([log_decay[:, :, 1:], jnp.zeros_like(log_decay[:, :, :1])], axis=2)
+    return lax.cumsum(later[:, :, : log_decay.shape[2]], axis=2, reverse=True)
+
+
+def _widen(recurrence: Recurrence, x: Array) -> Array:
+    """[..., G, T, X] -> [..., H, T, X]"""
+    return jnp.repeat(x, recurrence.group_size, axis=-3)
+
+
+def _split(recurrence: Recurrence, x: Array) -> Array:
+    """[B, H, ...] -> [B, G, H/G, ...]"""
+    return x.reshape(x.shape[0], recurrence.num_key_heads, recurrence.group_size, *x.shape[2:])
+
+
+def _merge(x: Array) -> Array:
+    """[P, B, G, H/G, ...] -> [P, B, H, ...]"""
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])

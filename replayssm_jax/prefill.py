@@ -1,0 +1,106 @@
+"""Prompts of any length, chunk by chunk, from a slot's present state to a folded checkpoint.
+
+Each chunk is one block of ``blocked.run_block`` (WY form with the delta rule, segment sums without), so a prompt of T tokens
+takes O(T) work and O(T) memory; nothing of size T x T exists.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax import replay_reference
+from replayssm_jax import rows as rows_lib
+from replayssm_jax.blocked import Block, fold, run_block
+from replayssm_jax.checks import check_implementation, check_rows, check_state, check_tokens
+from replayssm_jax.pointer import after_prefill
+from replayssm_jax.slots import debug_distinct
+from replayssm_jax.state import Recurrence, ReplayState, Tokens
+from replayssm_jax.trees import check_positive_int
+
+Array = jax.Array
+
+
+def prefill(
+    state: ReplayState,
+    tokens: Tokens,
+    slots: Array | None = None,
+    lengths: Array | None = None,
+    *,
+    chunk_size: int = 64,
+    implementation: str | None = None,
+) -> tuple[ReplayState, Array]:
+    """Consumes a prompt, or the next piece of one, from each slot's present state.
+
+    A fresh slot starts from zeros; a slot with records has them folded first. Afterwards the rows' checkpoints hold everything
+    and their rings are empty. A slot that is reused must be ``reset`` before.
+
+    Args:
+        state: the pool.
+        tokens: T tokens of B rows, any T.
+        slots: slot of each row, None for row b in slot b; values outside [0, N) are padding. [B] int
+        lengths: real tokens of each row, None for all T; a row of 0 leaves its slot untouched. [B] int
+        chunk_size: tokens of one block; changes results by rounding only.
+        implementation: None or "xla" for chunks, "reference" for one token at a time.
+
+    Returns:
+        The pool, and the outputs, zero past ``lengths``. [B, T, H, V] v's dtype
+
+    Raises:
+        TypeError, ValueError: an argument's dtype, rank or shape is wrong; the message names it.
+        NotImplementedError: no such implementation of prefill; the message says which work.
+    """
+    check_state(state)
+    check_positive_int("chunk_size", chunk_size)
+    num_rows, num_tokens = check_tokens(state, tokens)
+    slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
+    debug_distinct(slots, state.num_slots)
+    if check_implementation(implementation, ("reference", "xla")) == "reference":
+        after, out = replay_reference.prefill(state, tokens, slots, lengths)
+    else:
+        after, out = _prefill_chunks(state, tokens, slots, lengths, chunk_size)
+    return dataclasses.replace(after, pointer=after_prefill(state.pointer, slots, lengths)), out
+
+
+def _prefill_chunks(
+    state: ReplayState, tokens: Tokens, slots: Array, lengths: Array, chunk_size: int
+) -> tuple[ReplayState, Array]:
+    rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
+    past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
+    present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
+    tokens = rows_lib.live_tokens(tokens, rows.live)
+    present, out = chunked(state.recurrence, present, tokens, chunk_size)
+    rounded = rows_lib.round_checkpoint(present, state.policy)
+    checkpoint = state.checkpoint.at[rows.write].set(rounded, mode="drop")
+    out = jnp.where(rows.live[..., None, None], out, 0).astype(tokens.v.dtype)
+    return dataclasses.replace(state, checkpoint=checkpoint), out
+
+
+def chunked(recurrence: Recurrence, state: Array, tokens: Tokens, chunk_size: int) -> tuple[Array, Array]:
+    """The recurrence over T tokens of every row, all of them real, in chunks. Differentiable.
+
+    Args:
+        recurrence: which recurrence.
+        state: [B, H, V, K] float32
+        tokens: T tokens of B rows.
+        chunk_size: tokens of one block.
+
+    Returns:
+        The state after them [B, H, V, K] and the outputs [B, T, H, V], both float32.
+    """
+    num_rows, num_tokens = tokens.q.shape[:2]
+    size = min(chunk_size, num_tokens)
+    num_chunks = -(-num_tokens // size)
+
+    def split(x: Array) -> Array:  # [B, T, ...] -> [chunks, B, size, ...]; padding has no decay and writes nothing
+        pad = [(0, 0), (0, num_chunks * size - num_tokens)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.swapaxes(jnp.pad(x, pad).reshape(num_rows, num_chunks, size, *x.shape[2:]), 0, 1)
+
+    def chunk(state: Array, tokens: Tokens) -> tuple[Array, Array]:
+        q, block, beta = rows_lib.to_block(tokens)
+        out, u = run_block(recurrence, state, None, q, block, beta)
+        return fold(recurrence, state, Block(block.key, u, block.log_decay)), out
+
+    state, out = jax.lax.scan(chunk, state, jax.tree.map(split, tokens))  # out [chunks, B, H, size, V]
+    out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(num_rows, num_chunks * size, *out.shape[2:3], out.shape[4])
+    return state, out[:, :num_tokens]

@@ -1,0 +1,70 @@
+"""The replay contract served by the law itself: replays every record and token one by one. The oracle of the fast backends."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax import rows as rows_lib
+from replayssm_jax.recurrence import recurrent
+from replayssm_jax.rows import Rows
+from replayssm_jax.slots import scatter_index
+from replayssm_jax.state import Recurrence, ReplayState, Tokens
+
+Array = jax.Array
+
+
+def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
+    """Why this backend cannot serve a request, or None. It serves all."""
+    del state, tokens
+    return None
+
+
+def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+    """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
+    rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
+    due = state.pointer.due[rows.read] & rows.live[:, 0]
+    present = _replayed(state, rows)
+    # a folded row goes on from what its checkpoint now holds, rounding included
+    rounded = rows_lib.round_checkpoint(present, state.policy)
+    checkpoint = state.checkpoint.at[scatter_index(rows.write, state.num_slots, keep=due)].set(rounded, mode="drop")
+    present = jnp.where(due[:, None, None, None], rounded.astype(jnp.float32), present)
+
+    tokens = rows_lib.live_tokens(tokens, rows.live)
+    _, u, out = recurrent(state.recurrence, present, tokens, rows.live)
+    buffer = rows_lib.append_records(state.recurrence, state.buffer, rows, state.policy.window, tokens, u)
+    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer), out.astype(tokens.v.dtype)
+
+
+def flush(state: ReplayState, slots: Array, where: Array) -> ReplayState:
+    """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
+    rows = rows_lib.locate(state.pointer, slots, where.astype(jnp.int32), 1)
+    target = scatter_index(rows.write, state.num_slots, keep=rows.length > 0)
+    rounded = rows_lib.round_checkpoint(_replayed(state, rows), state.policy)
+    return dataclasses.replace(state, checkpoint=state.checkpoint.at[target].set(rounded, mode="drop"))
+
+
+def prefill(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+    """A prompt, token by token, ending folded. The pointer is left to the caller. See ``prefill.prefill``."""
+    rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
+    tokens = rows_lib.live_tokens(tokens, rows.live)
+    present, _, out = recurrent(state.recurrence, _replayed(state, rows), tokens, rows.live)
+    rounded = rows_lib.round_checkpoint(present, state.policy)
+    checkpoint = state.checkpoint.at[rows.write].set(rounded, mode="drop")
+    return dataclasses.replace(state, checkpoint=checkpoint), out.astype(tokens.v.dtype)
+
+
+def _replayed(state: ReplayState, rows: Rows) -> Array:
+    """The present state: the checkpoint after every committed record, one at a time. [B, H, V, K] float32"""
+    records = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
+    present = rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32)
+    for j in range(state.policy.window):
+        present = _apply_record(state.recurrence, present, *(x[:, :, j] for x in records))
+    return present
+
+
+def _apply_record(recurrence: Recurrence, state: Array, key: Array, update: Array, log_decay: Array) -> Array:
+    alpha = jnp.exp(log_decay)
+    alpha = alpha[..., None, None] if recurrence.gate == "head" else alpha[..., None, :]
+    key = jnp.repeat(key, recurrence.group_size, axis=1)
+    return state * alpha + update[..., :, None] * key[..., None, :]

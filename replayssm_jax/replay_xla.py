@@ -1,0 +1,68 @@
+"""The replay algorithm in jnp: runs wherever XLA does, and is always the last backend.
+
+One jitted call serves ragged rows, per-row pointers and padding; a flush happens under ``lax.cond`` on the device, so a step
+in which no row is due reads the checkpoint and writes none of it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from replayssm_jax import rows as rows_lib
+from replayssm_jax.blocked import fold, run_block
+from replayssm_jax.rows import Rows
+from replayssm_jax.slots import scatter_index
+from replayssm_jax.state import ReplayState, Tokens
+
+Array = jax.Array
+
+
+def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
+    """Why this backend cannot serve a request, or None. It serves all."""
+    del state, tokens
+    return None
+
+
+def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+    """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
+    policy, pointer = state.policy, state.pointer
+    rows = rows_lib.locate(pointer, slots, lengths, tokens.q.shape[1])
+    due = pointer.due[rows.read] & rows.live[:, 0]
+    checkpoint = _fold_rows(state, rows, due)
+
+    unfolded = jnp.where(due, 0, rows.length)
+    past = rows_lib.committed_records(state.buffer, rows, policy.window, unfolded)
+    tokens = rows_lib.live_tokens(tokens, rows.live)
+    present = rows_lib.take_rows(checkpoint, rows).astype(jnp.float32)
+    out, u = run_block(state.recurrence, present, past, *rows_lib.to_block(tokens))
+    out, u = jnp.swapaxes(out, 1, 2), jnp.swapaxes(u, 1, 2)
+    buffer = rows_lib.append_records(state.recurrence, state.buffer, rows, policy.window, tokens, u)
+    out = jnp.where(rows.live[..., None, None], out, 0).astype(tokens.v.dtype)
+    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer), out
+
+
+def flush(state: ReplayState, slots: Array, where: Array) -> ReplayState:
+    """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
+    rows = rows_lib.locate(state.pointer, slots, where.astype(jnp.int32), 1)
+    return dataclasses.replace(state, checkpoint=_fold_rows(state, rows, rows.live[:, 0] & (rows.length > 0)))
+
+
+def materialize(state: ReplayState, slots: Array) -> Array:
+    """The present state of each row, zeros for padding. [B, H, V, K] float32"""
+    rows = rows_lib.locate(state.pointer, slots, jnp.ones_like(slots), 1)
+    past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
+    present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
+    return jnp.where(rows.live[:, :1, None, None], present, 0)
+
+
+def _fold_rows(state: ReplayState, rows: Rows, which: Array) -> Array:
+    """The checkpoint pool with the committed records of rows in ``which`` [B] bool folded in."""
+
+    def folded(checkpoint: Array) -> Array:
+        past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
+        after = fold(state.recurrence, rows_lib.take_rows(checkpoint, rows).astype(jnp.float32), past)
+        target = scatter_index(rows.write, state.num_slots, keep=which)
+        return checkpoint.at[target].set(rows_lib.round_checkpoint(after, state.policy), mode="drop")
+
+    return jax.lax.cond(jnp.any(which), folded, lambda checkpoint: checkpoint, state.checkpoint)
