@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 class Rows(NamedTuple):
-    """What a call needs to know about its rows. Rows without tokens, padding among them, are dead: read nothing, write nothing."""
+    """What a call needs to know about its rows. Rows without tokens, padding among them, are dead: they write nothing."""
 
     read: Array  # [B] slot to read, always in range
     write: Array  # [B] slot to write, N where the row is dead

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from replayssm_jax.trees import check_positive_int, register
 
 Array = jax.Array
 Gate = Literal["head", "channel"]
+Pool = TypeVar("Pool")
 
 _CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 _RECORD_DTYPES = ("float32", "bfloat16", "float16")
@@ -252,18 +253,22 @@ def reset(state: ReplayState, slots: Array) -> ReplayState:
     )
 
 
-def copy_slots(state: ReplayState, source: Array, target: Array) -> ReplayState:
+def copy_slots(state: Pool, source: Array, target: Array) -> Pool:
     """Copies whole slots (checkpoint, ring and pointer): fork, prefix reuse, compaction.
 
     Args:
-        state: the pool.
-        source: slots to copy from. [B] int32
-        target: slots to copy to, all different. A pair with either side outside [0, N) is padding. [B] int32
+        state: a ReplayState, or any pytree with ``num_slots`` whose arrays all have slots first (the caches of mixers and
+            models are).
+        source: slots to copy from. [B] int
+        target: slots to copy to, all different. A pair with either side outside [0, N) is padding. [B] int
 
     Returns:
         The pool; all sources are read before any target is written, so swaps and cycles work.
+
+    Raises:
+        TypeError, ValueError: source or target is no vector of integers, or they differ in length.
     """
-    num_slots = state.num_slots
+    num_slots: int = state.num_slots  # type: ignore[attr-defined]
     source, target = check_slots(source, num_slots, name="source"), check_slots(target, num_slots, name="target")
     if source.shape != target.shape:
         raise ValueError(f"source and target must have the same shape, got {source.shape} and {target.shape}")

@@ -1,0 +1,35 @@
+"""Layers between the mixers: norms, the gated MLP."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from replayssm_jax.mixers.parts import linear, rms_norm
+
+Array = jax.Array
+
+
+class CenteredRMSNorm(nnx.Module):
+    """x / rms(x) * (1 + weight) over the last axis, in float32: Qwen's norm, whose weights are kept around zero."""
+
+    def __init__(self, features: int, eps: float, *, param_dtype: Any):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.zeros(features, param_dtype))
+
+    def __call__(self, x: Array) -> Array:
+        return (rms_norm(x, self.eps) * (1.0 + self.weight[...].astype(jnp.float32))).astype(x.dtype)
+
+
+class GatedMLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.gate_proj = linear(hidden, intermediate, **types)
+        self.up_proj = linear(hidden, intermediate, **types)
+        self.down_proj = linear(intermediate, hidden, **types)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
