@@ -14,7 +14,7 @@ help: ## list the targets
 demo: setup-run ## decode text with the embedded model (ARGS="..." reaches the example)
 	@$(PY) examples/decode_qwen_like.py $(ARGS)
 
-test: lint types pytest ## what CI runs: lint, types, tests
+test: lint types pytest ## what CI runs: lint, types, tests (PYTEST_ARGS="..." reaches pytest)
 
 lint: setup-test ## ruff: rules and format
 	@echo "Linting"
@@ -26,7 +26,7 @@ types: setup-test ## mypy
 	@$(PY) -m mypy
 
 # On a CPU unless the caller says otherwise: what a test needs of an accelerator, it says itself.
-pytest: setup-test ## the tests alone, two at a time (PYTEST_ARGS="..." is added)
+pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 

@@ -88,8 +88,8 @@ def book_of(heading: str) -> str:
 def split(text: str) -> tuple[str, str]:
     """Training and held-out text: every 20th chapter is held out, whole, so that no chapter stands on both sides.
 
-    The choice depends on nothing but a chapter's place. Passages that the Bible itself repeats (Kings and Chronicles, the first
-    three Gospels) do stand on both sides.
+    The choice depends on nothing but a chapter's place. What the Bible itself repeats (Kings and Chronicles, the first three
+    Gospels) can stand on both sides: 7 of the 1,485 held-out verses also stand in the training text, word for word.
 
     Args:
         text: what ``read`` returned or the file that this program wrote.

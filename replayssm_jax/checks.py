@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from replayssm_jax.slots import check_counts, check_slots, in_range
+from replayssm_jax.slots import check_counts, check_slots, debug_distinct, in_range
 from replayssm_jax.state import ReplayState, Tokens
 
 Array = jax.Array
@@ -72,17 +72,18 @@ def check_recordable(state: ReplayState, tokens: Tokens) -> None:
 
 def check_rows(
     state: ReplayState, slots: Array | None, lengths: Array | None, rows: int, num_tokens: int
-) -> tuple[Array, Array]:
-    """Raises unless ``slots`` and ``lengths`` are vectors of ``rows`` integers; returns both as [B] int32."""
-    slots = check_slots(slots, state.num_slots, rows)
+) -> tuple[Array | None, Array]:
+    """Raises unless ``slots`` and ``lengths`` fit ``rows`` rows; returns slots [B] int32 or None, and lengths [B] int32."""
+    checked = check_slots(slots, state.num_slots, rows)
     lengths = check_counts(lengths, rows, num_tokens, "lengths")
+    debug_distinct(checked, state.num_slots)
     checkify.debug_check(
-        jnp.all((lengths >= 0) & (lengths <= num_tokens) | ~in_range(slots, state.num_slots)),
+        jnp.all((lengths >= 0) & (lengths <= num_tokens) | ~in_range(checked, state.num_slots)),
         "lengths must be between 0 and T={most}, got {lengths}",
         most=jnp.int32(num_tokens),
         lengths=lengths,
     )
-    return slots, lengths
+    return None if slots is None else checked, lengths
 
 
 def check_implementation(implementation: str | None, available: tuple[str, ...]) -> str:

@@ -14,7 +14,6 @@ from replayssm_jax import rows as rows_lib
 from replayssm_jax.blocked import Block, fold, run_block
 from replayssm_jax.checks import check_implementation, check_rows, check_state, check_tokens
 from replayssm_jax.pointer import after_prefill
-from replayssm_jax.slots import debug_distinct
 from replayssm_jax.state import Recurrence, ReplayState, Tokens
 from replayssm_jax.trees import check_positive_int
 
@@ -54,7 +53,6 @@ def prefill(
     check_positive_int("chunk_size", chunk_size)
     num_rows, num_tokens = check_tokens(state, tokens)
     slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
-    debug_distinct(slots, state.num_slots)
     if check_implementation(implementation, ("reference", "xla")) == "reference":
         after, out = replay_reference.prefill(state, tokens, slots, lengths)
     else:
@@ -63,7 +61,7 @@ def prefill(
 
 
 def _prefill_chunks(
-    state: ReplayState, tokens: Tokens, slots: Array, lengths: Array, chunk_size: int
+    state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array, chunk_size: int
 ) -> tuple[ReplayState, Array]:
     rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
     past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)

@@ -64,7 +64,6 @@ def verify(
             f"a prompt goes through prefill"
         )
     slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
-    debug_distinct(slots, state.num_slots)
     backend = _choose_backend(implementation, state, tokens)
     after, out = backend.verify(state, tokens, slots, lengths)
     return dataclasses.replace(after, pointer=after_verify(state.pointer, slots, lengths)), out
@@ -115,15 +114,15 @@ def flush(
         TypeError, ValueError, NotImplementedError: as ``verify``.
     """
     check_state(state)
-    slots = check_slots(slots, state.num_slots)
-    debug_distinct(slots, state.num_slots)
-    where = jnp.ones(slots.shape, bool) if where is None else jnp.asarray(where)
+    checked = check_slots(slots, state.num_slots)
+    debug_distinct(checked, state.num_slots)
+    where = jnp.ones(checked.shape, bool) if where is None else jnp.asarray(where)
     if where.dtype != jnp.bool_:
         raise TypeError(f"where must be bool, got {where.dtype}")
-    if where.shape != slots.shape:
-        raise ValueError(f"where must have one entry per row, shape {slots.shape}, got {where.shape}")
-    after = _choose_backend(implementation, state, None).flush(state, slots, where)
-    rows = scatter_index(slots, state.num_slots, keep=where)
+    if where.shape != checked.shape:
+        raise ValueError(f"where must have one entry per row, shape {checked.shape}, got {where.shape}")
+    after = _choose_backend(implementation, state, None).flush(state, None if slots is None else checked, where)
+    rows = scatter_index(checked, state.num_slots, keep=where)
     folded = jnp.zeros(state.num_slots, bool).at[rows].set(True, mode="drop")
     return dataclasses.replace(after, pointer=after_flush(state.pointer, folded))
 
@@ -142,7 +141,8 @@ def materialize(state: ReplayState, slots: Array | None = None) -> Array:
         TypeError, ValueError: slots is no vector of integers.
     """
     check_state(state)
-    return replay_xla.materialize(state, check_slots(slots, state.num_slots))
+    checked = check_slots(slots, state.num_slots)
+    return replay_xla.materialize(state, None if slots is None else checked, checked.shape[0])
 
 
 def _choose_backend(implementation: str | None, state: ReplayState, tokens: Tokens | None) -> Any:

@@ -20,10 +20,10 @@ def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
     return None
 
 
-def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+def verify(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array) -> tuple[ReplayState, Array]:
     """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
     rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
-    due = state.pointer.due[rows.read] & rows.live[:, 0]
+    due = rows_lib.take_rows(state.pointer.due, rows) & rows.live[:, 0]
     present = _replayed(state, rows)
     # a folded row goes on from what its checkpoint now holds, rounding included
     rounded = rows_lib.round_checkpoint(present, state.policy)
@@ -36,7 +36,7 @@ def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> 
     return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer), out.astype(tokens.v.dtype)
 
 
-def flush(state: ReplayState, slots: Array, where: Array) -> ReplayState:
+def flush(state: ReplayState, slots: Array | None, where: Array) -> ReplayState:
     """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
     rows = rows_lib.locate(state.pointer, slots, where.astype(jnp.int32), 1)
     target = scatter_index(rows.write, state.num_slots, keep=rows.length > 0)
@@ -44,7 +44,7 @@ def flush(state: ReplayState, slots: Array, where: Array) -> ReplayState:
     return dataclasses.replace(state, checkpoint=state.checkpoint.at[target].set(rounded, mode="drop"))
 
 
-def prefill(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+def prefill(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array) -> tuple[ReplayState, Array]:
     """A prompt, token by token, ending folded. The pointer is left to the caller. See ``prefill.prefill``."""
     rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
     tokens = rows_lib.live_tokens(tokens, rows.live)

@@ -24,11 +24,11 @@ def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
     return None
 
 
-def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> tuple[ReplayState, Array]:
+def verify(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array) -> tuple[ReplayState, Array]:
     """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
     policy, pointer = state.policy, state.pointer
     rows = rows_lib.locate(pointer, slots, lengths, tokens.q.shape[1])
-    due = pointer.due[rows.read] & rows.live[:, 0]
+    due = rows_lib.take_rows(state.pointer.due, rows) & rows.live[:, 0]
     checkpoint = _fold_rows(state, rows, due)
 
     unfolded = jnp.where(due, 0, rows.length)
@@ -42,15 +42,15 @@ def verify(state: ReplayState, tokens: Tokens, slots: Array, lengths: Array) -> 
     return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer), out
 
 
-def flush(state: ReplayState, slots: Array, where: Array) -> ReplayState:
+def flush(state: ReplayState, slots: Array | None, where: Array) -> ReplayState:
     """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
     rows = rows_lib.locate(state.pointer, slots, where.astype(jnp.int32), 1)
     return dataclasses.replace(state, checkpoint=_fold_rows(state, rows, rows.live[:, 0] & (rows.length > 0)))
 
 
-def materialize(state: ReplayState, slots: Array) -> Array:
+def materialize(state: ReplayState, slots: Array | None, num_rows: int) -> Array:
     """The present state of each row, zeros for padding. [B, H, V, K] float32"""
-    rows = rows_lib.locate(state.pointer, slots, jnp.ones_like(slots), 1)
+    rows = rows_lib.locate(state.pointer, slots, jnp.ones(num_rows, jnp.int32), 1)
     past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
     present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
     return jnp.where(rows.live[:, :1, None, None], present, 0)

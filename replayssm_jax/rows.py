@@ -19,24 +19,26 @@ Array = jax.Array
 class Rows(NamedTuple):
     """What a call needs to know about its rows. Rows without tokens, padding among them, are dead: they write nothing."""
 
-    read: Array  # [B] slot to read, always in range
+    read: Array | None  # [B] slot to read, always in range; None where row b reads slot b, which spares a gather
     write: Array  # [B] slot to write, N where the row is dead
     live: Array  # [B, T] real tokens
     length: Array  # [B] committed records
     origin: Array  # [B]
 
 
-def locate(pointer: ReplayPointer, slots: Array, lengths: Array, num_tokens: int) -> Rows:
-    """Looks rows up in the pointer. ``slots``, ``lengths`` [B] int32, checked already."""
+def locate(pointer: ReplayPointer, slots: Array | None, lengths: Array, num_tokens: int) -> Rows:
+    """Looks rows up in the pointer. ``slots`` [B] int32 or None for row b in slot b, ``lengths`` [B] int32, checked already."""
+    read = None if slots is None else gather_index(slots, pointer.num_slots)
+    slots = jnp.arange(lengths.shape[0]) if slots is None else slots
     real = in_range(slots, pointer.num_slots)
-    read = gather_index(slots, pointer.num_slots)
-    return Rows(
+    rows = Rows(
         read=read,
         write=scatter_index(slots, pointer.num_slots, keep=lengths > 0),
         live=real[:, None] & (jnp.arange(num_tokens) < lengths[:, None]),
-        length=pointer.length[read],
-        origin=pointer.origin[read],
+        length=lengths,
+        origin=lengths,
     )
+    return rows._replace(length=take_rows(pointer.length, rows), origin=take_rows(pointer.origin, rows))
 
 
 def live_tokens(tokens: Tokens, live: Array) -> Tokens:
@@ -50,6 +52,8 @@ def live_tokens(tokens: Tokens, live: Array) -> Tokens:
 
 def take_rows(pool: Array, rows: Rows) -> Array:
     """The rows' entries of a pool [N, ...] -> [B, ...]."""
+    if rows.read is None:
+        return pool[: rows.write.shape[0]]
     return pool.at[rows.read].get(mode="promise_in_bounds")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,8 @@ from replayssm_jax.trees import check_positive_int, register
 
 Array = jax.Array
 Gate = Literal["head", "channel"]
-Pool = TypeVar("Pool")
 
-_CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
-_RECORD_DTYPES = ("float32", "bfloat16", "float16")
+_FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 _READOUTS = ("checkpoint", "bf16", "fp8_e4m3", "nvfp4")
 _ROUNDINGS = ("nearest", "stochastic")
 
@@ -115,9 +113,10 @@ class ReplayPolicy:
         check_positive_int("max_draft", self.max_draft)
         if self.window < 2 * self.max_draft:
             raise ValueError(f"window={self.window} must be at least 2 * max_draft={2 * self.max_draft}")
-        for name, allowed in (("checkpoint_dtype", _CHECKPOINT_DTYPES), ("record_dtype", _RECORD_DTYPES)):
-            object.__setattr__(self, name, _check_dtype(name, getattr(self, name), allowed))
-        for name, allowed in (("readout", _READOUTS), ("rounding", _ROUNDINGS)):
+        for name in ("checkpoint_dtype", "record_dtype"):
+            object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
+        choices: dict[str, tuple[str, ...]] = {"readout": _READOUTS, "rounding": _ROUNDINGS}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.readout != "checkpoint":
@@ -253,7 +252,7 @@ def reset(state: ReplayState, slots: Array) -> ReplayState:
     )
 
 
-def copy_slots(state: Pool, source: Array, target: Array) -> Pool:
+def copy_slots[Pool](state: Pool, source: Array, target: Array) -> Pool:
     """Copies whole slots (checkpoint, ring and pointer): fork, prefix reuse, compaction.
 
     Args:
@@ -278,16 +277,16 @@ def copy_slots(state: Pool, source: Array, target: Array) -> Pool:
     return jax.tree.map(lambda pool: pool.at[write].set(pool[read], mode="drop"), state)
 
 
-def _check_dtype(name: str, value: Any, allowed: tuple[str, ...]) -> Any:
+def _check_dtype(name: str, value: Any) -> Any:
     try:
         dtype = jnp.dtype(value)
     except TypeError:
-        raise TypeError(f"{name} must be one of {', '.join(allowed)}, got {value!r}") from None
-    if dtype.name not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {dtype.name}")
+        raise TypeError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {value!r}") from None
+    if dtype.name not in _FLOAT_DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {dtype.name}")
     return dtype
 
 
-def state_bytes(state: Any) -> int:
+def num_bytes(tree: Any) -> int:
     """Bytes of every array in a pytree (arrays or shape structs)."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(state))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))

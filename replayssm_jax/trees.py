@@ -1,14 +1,12 @@
 """Small helpers for the frozen dataclasses that flow through jit."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
-T = TypeVar("T")
 
-
-def register(data_fields: tuple[str, ...], meta_fields: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+def register[T](data_fields: tuple[str, ...], meta_fields: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
     """Class decorator: a pytree whose leaves are ``data_fields``, in that order, and whose static parts are ``meta_fields``."""
 
     def decorate(cls: type[T]) -> type[T]:

@@ -129,7 +129,7 @@ class Block(nnx.Module):
         self.input_layernorm = CenteredRMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.post_attention_layernorm = CenteredRMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, **types)
-        self.mixer: nnx.Module
+        self.mixer: Any
         if self.recurrent:
             self.mixer = GatedDeltaNet(config.mixer, **types)
         else:
@@ -266,7 +266,8 @@ class Qwen3_5(nnx.Module):
 
     def __call__(self, tokens: Array) -> Array:
         """Logits of whole sequences, no cache kept: training and scoring. [B, T] int32 -> [B, T, vocab_size] float32"""
-        cache = self.init_cache(*tokens.shape)
+        num_rows, num_tokens = tokens.shape
+        cache = self.init_cache(num_rows, num_tokens)
         _, x = self._layers(cache, tokens, None, None, prefill=True, implementation=None)
         return self._logits(x)
 

@@ -6,14 +6,13 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
 import numpy as np
 import safetensors
 from flax import nnx
 
-Array = jax.Array
+Layout = Callable[[np.ndarray], np.ndarray]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -110,10 +109,10 @@ class Source:
     """Where one parameter comes from: published tensors, joined along their first axis, then laid out for this package."""
 
     names: tuple[str, ...]
-    layout: Callable[[np.ndarray], np.ndarray] = as_is
+    layout: Layout = as_is
 
     @classmethod
-    def of(cls, *names: str, layout: Callable[[np.ndarray], np.ndarray] = as_is) -> "Source":
+    def of(cls, *names: str, layout: Layout = as_is) -> "Source":
         return cls(names, layout)
 
 
@@ -178,7 +177,7 @@ def published_tensors(model: nnx.Module, sources: Mapping[str, Source]) -> Itera
     Raises:
         NotImplementedError: a parameter is joined from several published tensors.
     """
-    inverse = {as_is: as_is, linear: linear, depthwise: lambda x: x.T[:, None]}
+    inverse: dict[Layout, Layout] = {as_is: as_is, linear: linear, depthwise: lambda x: x.T[:, None]}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         source = sources[".".join(map(str, path))]
         if len(source.names) != 1:
