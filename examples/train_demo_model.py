@@ -30,14 +30,14 @@ from replayssm_jax.models.weights import published_tensors
 FLAGS = flags.FLAGS
 flags.DEFINE_string("text", ".data/kjv.txt", "Training text, as examples/kjv.py writes it.")
 flags.DEFINE_string("out", ".runs/demo", "Folder for weights, progress and plot.")
-flags.DEFINE_integer("steps", 3000, "Optimiser steps.", lower_bound=1)
+flags.DEFINE_integer("steps", 1100, "Optimiser steps.", lower_bound=1)
 flags.DEFINE_integer("batch", 64, "Sequences of a step.", lower_bound=1)
 flags.DEFINE_integer("length", 512, "Bytes of a sequence.", lower_bound=2)
 flags.DEFINE_float(
     "learning_rate", 4e-3, "Peak learning rate; warm-up over a twentieth of the steps, then a cosine to a tenth."
 )
 flags.DEFINE_float("weight_decay", 0.1, "Decoupled weight decay of matrices.")
-flags.DEFINE_integer("evaluate_every", 250, "Steps between held-out evaluations; progress is saved then.", lower_bound=1)
+flags.DEFINE_integer("evaluate_every", 100, "Steps between held-out evaluations; progress is saved then.", lower_bound=1)
 flags.DEFINE_integer("seed", 0, "Of the initial weights and the order of the text.")
 
 CONFIG = {
@@ -106,9 +106,8 @@ def held_out_bits(loss: Any, weights: Any, text: np.ndarray) -> float:
     """Bits per byte over the whole held-out text, in windows of --length that each start without context."""
     count = (len(text) - 1) // FLAGS.length
     windows = np.lib.stride_tricks.sliding_window_view(text, FLAGS.length + 1)[:: FLAGS.length][:count].astype(np.int32)
-    batch = min(64, count)
-    losses = [float(loss(weights, jnp.asarray(windows[i : i + batch]))) for i in range(0, count - batch + 1, batch)]
-    return float(np.mean(losses))
+    sums = [float(loss(weights, jnp.asarray(part))) * len(part) for part in np.split(windows, range(64, count, 64))]
+    return sum(sums) / count
 
 
 def save_weights(folder: pathlib.Path, model: Qwen3_5) -> None:
@@ -126,7 +125,14 @@ def save_weights(folder: pathlib.Path, model: Qwen3_5) -> None:
 def save_progress(folder: pathlib.Path, step: int, carry: Any, curve: list[dict[str, float]]) -> None:
     leaves = {f"{i:05d}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(carry))}
     _replace(folder / "progress.safetensors", lambda path: save_file(leaves, path, metadata={"step": str(step)}))
-    record = {"flags": run_flags(), "config": CONFIG, "device": jax.devices()[0].device_kind, "curve": curve}
+    record = {
+        "flags": run_flags(),
+        "config": CONFIG,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "curve": curve,
+    }
     _replace(folder / "progress.json", lambda path: path.write_text(json.dumps(record, indent=1) + "\n"))
 
 
@@ -168,9 +174,10 @@ def plot(curve: list[dict[str, float]], path: pathlib.Path) -> None:
     steps = [point["step"] for point in curve]
     axes.plot(steps, [point["train"] for point in curve], label="training text", color="#7a9cc6")
     axes.plot(steps, [point["held_out"] for point in curve], label="held-out text", color="#c0392b")
-    axes.annotate(
-        f"{curve[-1]['held_out']:.3f}", (steps[-1], curve[-1]["held_out"]), textcoords="offset points", xytext=(-6, 7)
-    )
+    best = min(curve, key=lambda point: point["held_out"])
+    axes.plot(best["step"], best["held_out"], "o", color="#c0392b")
+    label = f"kept: {best['held_out']:.3f} at step {best['step']:.0f}"
+    axes.annotate(label, (best["step"], best["held_out"]), textcoords="offset points", xytext=(0, 9), ha="center")
     axes.set(xlabel="step", ylabel="bits per byte", title="Demo model: bits per byte while training", ylim=(0.8, 3.0))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

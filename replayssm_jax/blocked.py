@@ -13,6 +13,7 @@ of -1e4 would otherwise leave nothing of the digits of its neighbours' gates. A 
 Arrays here are float32 with heads before time, as batched products like them: [B, H, T, ...].
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -54,9 +55,8 @@ def fold(recurrence: Recurrence, state: Array, records: Block) -> Array:
     total = jnp.exp(jnp.sum(records.log_decay, axis=2))
     later = jnp.exp(_sum_after(records.log_decay))
     if recurrence.gate == "head":
-        weighted = _split(recurrence, records.update * later[..., None])
-        added = product("bgrlv,bglk->bgrvk", weighted, records.key)
-        return state * total[..., None, None] + added.reshape(state.shape)
+        weighted = jnp.swapaxes(records.update * later[..., None], 2, 3)
+        return state * total[..., None, None] + product("bhvl,bhlk->bhvk", weighted, _widen(recurrence, records.key))
     decayed_key = _widen(recurrence, records.key) * later
     return state * total[..., None, :] + product("bhlv,bhlk->bhvk", records.update, decayed_key)
 
@@ -77,45 +77,54 @@ def run_block(
     Returns:
         Outputs and updates u, both [B, H, T, V] float32.
     """
-    readers = jnp.stack([q, tokens.key]) if recurrence.delta_rule else q[None]
+    readers = jnp.stack([q, tokens.key] if recurrence.delta_rule else [q], axis=2)  # [B, G, P, T, K]
     before = _read_past(recurrence, state, past, readers, tokens.log_decay)
     within = _decayed_products(recurrence, readers, tokens.key, tokens.log_decay)
     u = beta[..., None] * tokens.update
     if recurrence.delta_rule:
-        u = u - beta[..., None] * before[1]
-        system = jnp.tril(beta[..., None] * within[1], -1)  # its unit diagonal is implied
+        u = u - beta[..., None] * before[:, :, 1]
+        system = jnp.tril(beta[..., None] * within[:, :, 1], -1)  # its unit diagonal is implied
         u = lax.linalg.triangular_solve(system, u, left_side=True, lower=True, unit_diagonal=True)
-    return before[0] + product("bhij,bhjv->bhiv", within[0], u), u
+    return before[:, :, 0] + product("bhij,bhjv->bhiv", within[:, :, 0], u), u
 
 
 def _read_past(recurrence: Recurrence, state: Array, past: Block | None, x: Array, log_decay: Array) -> Array:
-    """S exp(G_i) x_i for every reader x [P, B, G, T, K], without forming S. Returns [P, B, H, T, V]."""
-    elapsed = lax.cumsum(log_decay, axis=2)
+    """S exp(G_i) x_i for P readers of each token, without forming S. x [B, G, P, T, K] -> [B, H, P, T, V]"""
+    elapsed = lax.cumsum(log_decay, axis=2)[:, :, None]
     total = elapsed
     if past is not None:
-        total = elapsed + jnp.sum(past.log_decay, axis=2, keepdims=True)
+        total = elapsed + jnp.sum(past.log_decay, axis=2)[:, :, None, None]
     if recurrence.gate == "head":
-        out = product("bgrvk,pbgtk->pbgrtv", _split(recurrence, state), x)
-        out = _merge(out) * jnp.exp(total)[..., None]
+        out = _read_state(recurrence, state, x) * jnp.exp(total)[..., None]
     else:
         x = _widen(recurrence, x)
-        out = product("bhvk,pbhtk->pbhtv", state, x * jnp.exp(total))
+        out = _read_state(dataclasses.replace(recurrence, num_key_heads=recurrence.num_value_heads), state, x * jnp.exp(total))
     if past is None:
         return out
     later = jnp.exp(_sum_after(past.log_decay))
     if recurrence.gate == "head":
-        weights = _widen(recurrence, product("pbgtk,bglk->pbgtl", x, past.key))
-        weights = weights * jnp.exp(elapsed)[..., None] * later[..., None, :]
+        weights = _widen(recurrence, product("bgptk,bglk->bgptl", x, past.key))
+        weights = weights * jnp.exp(elapsed)[..., None] * later[:, :, None, None]
     else:
-        weights = product("pbhtk,bhlk->pbhtl", x * jnp.exp(elapsed), _widen(recurrence, past.key) * later)
-    return out + product("pbhtl,bhlv->pbhtv", weights, past.update)
+        weights = product("bhptk,bhlk->bhptl", x * jnp.exp(elapsed), _widen(recurrence, past.key) * later)
+    return out + product("bhptl,bhlv->bhptv", weights, past.update)
+
+
+def _read_state(recurrence: Recurrence, state: Array, x: Array) -> Array:
+    """S x for P readers of each token of a key head, by every value head of it. x [B, G, P, T, K] -> [B, H, P, T, V]"""
+    rows, groups, readers, tokens, key_dim = x.shape
+    # one product of two flat matrices per key head: the form that XLA runs at the speed of reading the state
+    flat = state.reshape(rows, groups, -1, key_dim)
+    out = product("bgik,bgjk->bgij", x.reshape(rows, groups, -1, key_dim), flat)
+    out = out.reshape(rows, groups, readers, tokens, recurrence.group_size, -1)
+    return jnp.moveaxis(out, 4, 2).reshape(rows, recurrence.num_value_heads, readers, tokens, -1)
 
 
 def _decayed_products(recurrence: Recurrence, x: Array, key: Array, log_decay: Array) -> Array:
-    """exp(G_i - G_j) (x_i . key_j) for i >= j, zero above, for readers x [P, B, G, T, K]. Returns [P, B, H, T, T]."""
+    """exp(G_i - G_j) (x_i . key_j) for i >= j, zero above, for P readers of each token. x [B, G, P, T, K] -> [B, H, P, T, T]"""
     if recurrence.gate == "head":
-        dots = product("pbgik,bgjk->pbgij", x, key)  # once per key head
-        return _widen(recurrence, dots) * jnp.exp(_sum_between(log_decay))
+        dots = product("bgpik,bgjk->bgpij", x, key)  # once per key head
+        return _widen(recurrence, dots) * jnp.exp(_sum_between(log_decay))[:, :, None]
     x, key = _widen(recurrence, x), _widen(recurrence, key)
     tokens = key.shape[2]
     rows = []
@@ -123,11 +132,11 @@ def _decayed_products(recurrence: Recurrence, x: Array, key: Array, log_decay: A
         here = slice(start, min(start + _DIRECT, tokens))
         gate, reader = log_decay[:, :, here], x[..., here, :]
         decayed_key = key[:, :, None, here] * jnp.exp(_sum_between(gate))  # [B, H, i, j, K]
-        near = jnp.sum(reader[..., None, :] * decayed_key, axis=-1)
+        near = jnp.sum(reader[..., None, :] * decayed_key[:, :, None], axis=-1)
         # tokens before this piece: the gates up to its start and from its start on are two factors <= 1
         up_to = jnp.exp(_sum_after(log_decay[:, :, :start]))
-        since = jnp.exp(lax.cumsum(gate, axis=2))
-        far = product("pbhik,bhjk->pbhij", reader * since, key[:, :, :start] * up_to)
+        since = jnp.exp(lax.cumsum(gate, axis=2))[:, :, None]
+        far = product("bhpik,bhjk->bhpij", reader * since, key[:, :, :start] * up_to)
         above = jnp.zeros((*near.shape[:-1], tokens - here.stop))
         rows.append(jnp.concatenate([far, near, above], axis=-1))
     return jnp.concatenate(rows, axis=-2)
@@ -150,15 +159,5 @@ def _sum_after(log_decay: Array) -> Array:
 
 
 def _widen(recurrence: Recurrence, x: Array) -> Array:
-    """[..., G, T, X] -> [..., H, T, X]"""
-    return jnp.repeat(x, recurrence.group_size, axis=-3)
-
-
-def _split(recurrence: Recurrence, x: Array) -> Array:
-    """[B, H, ...] -> [B, G, H/G, ...]"""
-    return x.reshape(x.shape[0], recurrence.num_key_heads, recurrence.group_size, *x.shape[2:])
-
-
-def _merge(x: Array) -> Array:
-    """[P, B, G, H/G, ...] -> [P, B, H, ...]"""
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+    """Key heads repeated for the value heads that use them. [B, G, ...] -> [B, H, ...]"""
+    return jnp.repeat(x, recurrence.group_size, axis=1)

@@ -5,6 +5,7 @@ takes O(T) work and O(T) memory; nothing of size T x T exists.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -54,12 +55,13 @@ def prefill(
     num_rows, num_tokens = check_tokens(state, tokens)
     slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
     if check_implementation(implementation, ("reference", "xla")) == "reference":
-        after, out = replay_reference.prefill(state, tokens, slots, lengths)
+        after, out = jax.jit(replay_reference.prefill)(state, tokens, slots, lengths)
     else:
         after, out = _prefill_chunks(state, tokens, slots, lengths, chunk_size)
     return dataclasses.replace(after, pointer=after_prefill(state.pointer, slots, lengths)), out
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def _prefill_chunks(
     state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array, chunk_size: int
 ) -> tuple[ReplayState, Array]:

@@ -6,11 +6,13 @@
     state, out = verify(state, drafts)                       # answers all drafts, commits none
     state = dataclasses.replace(state, pointer=commit(state.pointer, accepted))
 
-All are pure; jit them with the state donated and its arrays are updated in place.
+All are pure and run as one compiled call each. Within a ``jax.jit`` that donates the state its arrays are updated in place;
+called outside of one, every call returns a copy.
 """
 
 import dataclasses
-from typing import Any
+import functools
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from replayssm_jax.state import ReplayState, Tokens
 Array = jax.Array
 
 # A backend is a module with verify, flush and supports. The last one that supports a request serves implementation=None.
-_BACKENDS: dict[str, Any] = {"reference": replay_reference, "xla": replay_xla}
+_BACKENDS: dict[str, ModuleType] = {"reference": replay_reference, "xla": replay_xla}
 
 
 def verify(
@@ -65,7 +67,7 @@ def verify(
         )
     slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
     backend = _choose_backend(implementation, state, tokens)
-    after, out = backend.verify(state, tokens, slots, lengths)
+    after, out = _verify(backend, state, tokens, slots, lengths)
     return dataclasses.replace(after, pointer=after_verify(state.pointer, slots, lengths)), out
 
 
@@ -121,7 +123,8 @@ def flush(
         raise TypeError(f"where must be bool, got {where.dtype}")
     if where.shape != checked.shape:
         raise ValueError(f"where must have one entry per row, shape {checked.shape}, got {where.shape}")
-    after = _choose_backend(implementation, state, None).flush(state, None if slots is None else checked, where)
+    backend = _choose_backend(implementation, state, None)
+    after = _flush(backend, state, None if slots is None else checked, where)
     rows = scatter_index(checked, state.num_slots, keep=where)
     folded = jnp.zeros(state.num_slots, bool).at[rows].set(True, mode="drop")
     return dataclasses.replace(after, pointer=after_flush(state.pointer, folded))
@@ -142,10 +145,27 @@ def materialize(state: ReplayState, slots: Array | None = None) -> Array:
     """
     check_state(state)
     checked = check_slots(slots, state.num_slots)
-    return replay_xla.materialize(state, None if slots is None else checked, checked.shape[0])
+    return _materialize(state, None if slots is None else checked, checked.shape[0])
 
 
-def _choose_backend(implementation: str | None, state: ReplayState, tokens: Tokens | None) -> Any:
+@functools.partial(jax.jit, static_argnums=0)
+def _verify(
+    backend: ModuleType, state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array
+) -> tuple[ReplayState, Array]:
+    return backend.verify(state, tokens, slots, lengths)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _flush(backend: ModuleType, state: ReplayState, slots: Array | None, where: Array) -> ReplayState:
+    return backend.flush(state, slots, where)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _materialize(state: ReplayState, slots: Array | None, num_rows: int) -> Array:
+    return replay_xla.materialize(state, slots, num_rows)
+
+
+def _choose_backend(implementation: str | None, state: ReplayState, tokens: Tokens | None) -> ModuleType:
     if implementation is not None:
         backend = _BACKENDS[check_implementation(implementation, tuple(_BACKENDS))]
         if reason := backend.supports(state, tokens):
