@@ -177,7 +177,7 @@ def plot(curve: list[dict[str, float]], path: pathlib.Path) -> None:
     best = min(curve, key=lambda point: point["held_out"])
     axes.plot(best["step"], best["held_out"], "o", color="#c0392b")
     label = f"kept: {best['held_out']:.3f} at step {best['step']:.0f}"
-    axes.annotate(label, (best["step"], best["held_out"]), textcoords="offset points", xytext=(0, 9), ha="center")
+    axes.annotate(label, (best["step"], best["held_out"]), textcoords="offset points", xytext=(4, 10), ha="right")
     axes.set(xlabel="step", ylabel="bits per byte", title="Demo model: bits per byte while training", ylim=(0.8, 3.0))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
