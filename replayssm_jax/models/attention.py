@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from replayssm_jax.mixers.parts import linear
-from replayssm_jax.models.layers import CenteredRMSNorm
+from replayssm_jax.models.layers import CenteredRMSNorm, RMSNorm
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.slots import check_counts, check_slots, gather_index, in_range
 from replayssm_jax.trees import check_positive_int, register
@@ -21,6 +21,8 @@ Array = jax.Array
 # Queries of a prompt that attend at a time: bounds the scores at this many times the cache's length.
 _QUERY_BLOCK = 256
 
+_LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own epsilon
+
 
 @register(("key", "value"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +31,11 @@ class AttentionCache:
 
     Attributes:
         key: [N, S, heads, head_dim]
-        value: [N, S, heads, head_dim]
+        value: the same, or None where the keys are the values too (latent attention). [N, S, heads, head_dim]
     """
 
     key: Array
-    value: Array
+    value: Array | None
 
     @property
     def max_length(self) -> int:
@@ -54,16 +56,25 @@ def init_attention_cache(num_slots: int, max_length: int, heads: int, head_dim: 
 
 
 def attend_cached(
-    cache: AttentionCache, q: Array, k: Array, v: Array, pointer: ReplayPointer, slots: Array | None, lengths: Array | None
+    cache: AttentionCache,
+    q: Array,
+    k: Array,
+    v: Array | None,
+    pointer: ReplayPointer,
+    slots: Array | None,
+    lengths: Array | None,
+    scale: float | None = None,
 ) -> tuple[AttentionCache, Array]:
     """Writes keys and values of T tokens at the rows' positions and attends causally to everything up to each of them.
 
     Args:
         cache: of this layer.
         q: [B, T, heads, head_dim], rotated
-        k, v: [B, T, kv_heads, head_dim]
+        k: [B, T, kv_heads, head_dim]
+        v: the same, or None where the cache keeps no values.
         pointer: before these tokens.
         slots, lengths: as in ``replayssm_jax.verify``.
+        scale: of the scores, None for head_dim ** -0.5.
 
     Returns:
         The cache and the attention's outputs [B, T, heads, head_dim]; dead tokens give garbage.
@@ -76,11 +87,13 @@ def attend_cached(
     token = jnp.arange(q.shape[1])
     live = in_range(slots, num_slots)[:, None] & (token < lengths[:, None])
     target = jnp.where(live, slots[:, None], num_slots), position[:, None] + token
-    cache = AttentionCache(
-        key=cache.key.at[target].set(k.astype(cache.key.dtype), mode="drop"),
-        value=cache.value.at[target].set(v.astype(cache.value.dtype), mode="drop"),
-    )
-    keys, values = cache.key[read], cache.value[read]
+
+    def write(pool: Array, values: Array) -> Array:
+        return pool.at[target].set(values.astype(pool.dtype), mode="drop")
+
+    cache = AttentionCache(key=write(cache.key, k), value=None if cache.value is None or v is None else write(cache.value, v))
+    keys = cache.key[read]
+    values = keys if cache.value is None else cache.value[read]
     # a masked score does not make a NaN value harmless: what lies past the row's last token is cut off by value
     past_end = jnp.arange(cache.max_length) >= (position + lengths)[:, None]
     values = jnp.where(past_end[..., None, None], 0, values)
@@ -88,7 +101,7 @@ def attend_cached(
     def attend(q: Array, token: Array) -> Array:
         visible = jnp.arange(cache.max_length) <= position[:, None, None] + token[:, None]  # [B, T, S]
         with jax.default_matmul_precision("highest"):
-            return jax.nn.dot_product_attention(q, keys, values, mask=visible[:, None])
+            return jax.nn.dot_product_attention(q, keys, values, mask=visible[:, None], scale=scale)
 
     if q.shape[1] <= _QUERY_BLOCK:
         return cache, attend(q, token)
@@ -167,3 +180,129 @@ class GatedAttention(nnx.Module):
         cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths)
         out = out * jax.nn.sigmoid(gate)
         return cache, self.o_proj(out.reshape(rows, count, -1))
+
+
+class PlainAttention(nnx.Module):
+    """Grouped-query attention without positions (Nemotron)."""
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bias: bool,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.dtype = jnp.dtype(dtype)
+        types: dict[str, Any] = {"bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        self.q_proj = linear(hidden, num_heads * head_dim, **types)
+        self.k_proj = linear(hidden, num_kv_heads * head_dim, **types)
+        self.v_proj = linear(hidden, num_kv_heads * head_dim, **types)
+        self.o_proj = linear(num_heads * head_dim, hidden, **types)
+
+    def init_cache(self, num_slots: int, max_length: int) -> AttentionCache:
+        return init_attention_cache(num_slots, max_length, self.num_kv_heads, self.head_dim, self.dtype)
+
+    def __call__(
+        self,
+        cache: AttentionCache,
+        x: Array,
+        pointer: ReplayPointer,
+        *,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[AttentionCache, Array]:
+        """T tokens of each row, a prompt or drafts alike. x [B, T, hidden] -> the cache and [B, T, hidden]."""
+        rows, count = x.shape[:2]
+        q = self.q_proj(x).reshape(rows, count, self.num_heads, self.head_dim)
+        k = self.k_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
+        cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths)
+        return cache, self.o_proj(out.reshape(rows, count, -1))
+
+
+class LatentAttention(nnx.Module):
+    """Multi-head latent attention without positions (Kimi-Linear), in its absorbed form.
+
+    A token is cached as one latent of kv_rank + shared_dim features. With W_uk and W_uv the halves of ``kv_b_proj``,
+
+        score_h = [W_uk_h^T q_h | q'_h] . [latent | k']          out_h = W_uv_h (sum of latents, attention-weighted)
+
+    so queries attend to the latents themselves and no key or value per head is ever formed.
+
+    Args:
+        hidden: width of x.
+        num_heads: query heads.
+        head_dim: features of a query that meet a key of its own head (qk_nope_head_dim).
+        shared_dim: features that meet the key shared by all heads (qk_rope_head_dim; nothing is rotated).
+        value_dim: features of a head's output.
+        kv_rank, q_rank: widths of the latents; q_rank None for a full-rank query.
+        bias: of the latent and output projections.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        shared_dim: int,
+        value_dim: int,
+        kv_rank: int,
+        q_rank: int | None,
+        bias: bool,
+        dtype: Any,
+        param_dtype: Any,
+        rngs: nnx.Rngs,
+    ):
+        self.num_heads, self.head_dim, self.shared_dim = num_heads, head_dim, shared_dim
+        self.value_dim, self.kv_rank, self.dtype = value_dim, kv_rank, jnp.dtype(dtype)
+        types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
+        width = num_heads * (head_dim + shared_dim)
+        if q_rank is None:
+            self.q_proj = linear(hidden, width, rngs=rngs, **types)
+        else:
+            self.q_a_proj = linear(hidden, q_rank, bias=bias, rngs=rngs, **types)
+            self.q_a_layernorm = RMSNorm(q_rank, _LATENT_EPS, **types)
+            self.q_b_proj = linear(q_rank, width, rngs=rngs, **types)
+        self.q_rank = q_rank
+        self.kv_a_proj_with_mqa = linear(hidden, kv_rank + shared_dim, bias=bias, rngs=rngs, **types)
+        self.kv_a_layernorm = RMSNorm(kv_rank, _LATENT_EPS, **types)
+        self.kv_b_proj = linear(kv_rank, num_heads * (head_dim + value_dim), rngs=rngs, **types)
+        self.o_proj = linear(num_heads * value_dim, hidden, bias=bias, rngs=rngs, **types)
+
+    def init_cache(self, num_slots: int, max_length: int) -> AttentionCache:
+        cache = init_attention_cache(num_slots, max_length, 1, self.kv_rank + self.shared_dim, self.dtype)
+        return dataclasses.replace(cache, value=None)
+
+    def __call__(
+        self,
+        cache: AttentionCache,
+        x: Array,
+        pointer: ReplayPointer,
+        *,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[AttentionCache, Array]:
+        """T tokens of each row, a prompt or drafts alike. x [B, T, hidden] -> the cache and [B, T, hidden]."""
+        rows, count = x.shape[:2]
+        q = self.q_proj(x) if self.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        q, q_shared = jnp.split(q.reshape(rows, count, self.num_heads, -1), [self.head_dim], axis=-1)
+        latent, k_shared = jnp.split(self.kv_a_proj_with_mqa(x), [self.kv_rank], axis=-1)
+        token = jnp.concatenate([self.kv_a_layernorm(latent), k_shared], axis=-1)[:, :, None]
+        up = self.kv_b_proj.kernel[...].astype(self.dtype).reshape(self.kv_rank, self.num_heads, -1)
+        up_key, up_value = jnp.split(up, [self.head_dim], axis=-1)
+        q = jnp.einsum("bthd,rhd->bthr", q, up_key, precision=lax.Precision.HIGHEST)
+        q = jnp.concatenate([q, q_shared], axis=-1)
+        scale = (self.head_dim + self.shared_dim) ** -0.5
+        cache, out = attend_cached(cache, q, token, None, pointer, slots, lengths, scale)
+        out = jnp.einsum("bthr,rhd->bthd", out[..., : self.kv_rank], up_value, precision=lax.Precision.HIGHEST)
+        return cache, self.o_proj(out.reshape(rows, count, -1))
+
+
+ATTENTIONS = (GatedAttention, PlainAttention, LatentAttention)

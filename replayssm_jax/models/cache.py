@@ -19,7 +19,7 @@ class ModelCache:
     """All slots of a model. ``copy_slots`` forks or moves whole sequences, pointer included.
 
     Attributes:
-        layers: one MixerCache or AttentionCache per layer.
+        layers: one MixerCache, AttentionCache or None (a layer that keeps nothing) per layer.
         pointer: shared by all of them.
     """
 
@@ -32,5 +32,5 @@ class ModelCache:
 
     def reset(self, slots: Array) -> ModelCache:
         """Empties slots for new sequences; values outside [0, N) are padding. ``slots`` [B] int"""
-        layers = tuple(layer.reset(slots) for layer in self.layers)
+        layers = tuple(None if layer is None else layer.reset(slots) for layer in self.layers)
         return dataclasses.replace(self, layers=layers, pointer=reset_pointer(self.pointer, slots))

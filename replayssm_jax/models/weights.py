@@ -12,7 +12,7 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-Layout = Callable[[np.ndarray], np.ndarray]
+Layout = Callable[..., np.ndarray]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -90,23 +90,34 @@ class Checkpoint:
         return self._files[file]
 
 
-def as_is(tensor: np.ndarray) -> np.ndarray:
-    return tensor
+def as_is(*tensors: np.ndarray) -> np.ndarray:
+    """One tensor, or several joined along their first axis."""
+    return tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
 
 
-def linear(tensor: np.ndarray) -> np.ndarray:
+def linear(*tensors: np.ndarray) -> np.ndarray:
     """[out, in] -> [in, out]"""
-    return tensor.T
+    return as_is(*tensors).T
 
 
-def depthwise(tensor: np.ndarray) -> np.ndarray:
+def depthwise(*tensors: np.ndarray) -> np.ndarray:
     """[C, 1, W] -> [W, C]"""
-    return tensor[:, 0].T
+    return as_is(*tensors)[:, 0].T
+
+
+def stacked_linear(*tensors: np.ndarray) -> np.ndarray:
+    """E tensors [out, in] -> [E, in, out]"""
+    return np.stack([tensor.T for tensor in tensors])
+
+
+def flat(*tensors: np.ndarray) -> np.ndarray:
+    """[1, 1, H, 1] -> [H]"""
+    return as_is(*tensors).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where one parameter comes from: published tensors, joined along their first axis, then laid out for this package."""
+    """Where one parameter comes from: published tensors, and how they are laid out for this package."""
 
     names: tuple[str, ...]
     layout: Layout = as_is
@@ -158,7 +169,7 @@ def load_into(
 def _laid_out(source: Source, names: list[str], checkpoint: Checkpoint) -> np.ndarray:
     parts = [checkpoint.read(name) for name in names]
     try:
-        return source.layout(parts[0] if len(parts) == 1 else np.concatenate(parts))
+        return source.layout(*parts)
     except (IndexError, ValueError) as error:
         shapes = ", ".join(str(part.shape) for part in parts)
         raise CheckpointError(f"{' + '.join(names)} in {checkpoint.folder} has an unexpected shape: {shapes}") from error
@@ -180,6 +191,6 @@ def published_tensors(model: nnx.Module, sources: Mapping[str, Source]) -> Itera
     inverse: dict[Layout, Layout] = {as_is: as_is, linear: linear, depthwise: lambda x: x.T[:, None]}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         source = sources[".".join(map(str, path))]
-        if len(source.names) != 1:
-            raise NotImplementedError(f"{'.'.join(map(str, path))} is joined from {source.names}; saving it is not implemented")
+        if len(source.names) != 1 or source.layout not in inverse:
+            raise NotImplementedError(f"{'.'.join(map(str, path))} is made of {source.names}; saving it is not implemented")
         yield source.names[0], np.ascontiguousarray(inverse[source.layout](np.asarray(variable.get_value())))
