@@ -1,0 +1,41 @@
+"""Every golden folder passes the check that ships with the models, and a wrong model does not."""
+
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from replayssm_jax.models.check import check_folder, main
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+FOLDERS = sorted(path for path in GOLDENS.iterdir() if path.is_dir())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+def test_golden_folder_is_reproduced(folder):
+    lines = list(check_folder(folder, "float32", None))
+    assert lines
+    assert all(passed for _, passed in lines), "\n".join(line for line, _ in lines)
+
+
+def test_check_misses_a_model_whose_decay_is_slightly_off(tmp_path, capsys):
+    folder = tmp_path / "mamba2"
+    shutil.copytree(GOLDENS / "mamba2", folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "backbone.layers.1.mixer.A_log"
+    save_file({**tensors, name: (tensors[name] + np.float32(2e-3)).astype(np.float32)}, folder / "model.safetensors")
+    assert not any(passed for _, passed in check_folder(folder, "float32", None))
+
+
+def test_check_names_a_folder_that_is_no_checkpoint_and_fails(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("replayssm_jax.models.check.flags.FLAGS", _Flags)
+        main(["check", str(tmp_path)])
+    assert stopped.value.code == 1
+    assert "config.json" in capsys.readouterr().out
+
+
+class _Flags:
+    dtype, implementation = "float32", None
