@@ -2,6 +2,7 @@
 
 import pathlib
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def test_golden_folder_is_reproduced(folder):
     assert all(passed for _, passed in lines), "\n".join(line for line, _ in lines)
 
 
-def test_check_misses_a_model_whose_decay_is_slightly_off(tmp_path, capsys):
+def test_check_misses_a_model_whose_decay_is_slightly_off(tmp_path):
     folder = tmp_path / "mamba2"
     shutil.copytree(GOLDENS / "mamba2", folder)
     tensors = load_file(folder / "model.safetensors")
@@ -29,13 +30,10 @@ def test_check_misses_a_model_whose_decay_is_slightly_off(tmp_path, capsys):
     assert not any(passed for _, passed in check_folder(folder, "float32", None))
 
 
-def test_check_names_a_folder_that_is_no_checkpoint_and_fails(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("replayssm_jax.models.check.flags.FLAGS", _Flags)
+def test_check_names_a_folder_that_is_no_checkpoint_and_fails(tmp_path, capsys, monkeypatch):
+    options = types.SimpleNamespace(FLAGS=types.SimpleNamespace(dtype="float32", implementation=None))
+    monkeypatch.setattr("replayssm_jax.models.check.flags", options)
+    with pytest.raises(SystemExit) as stopped:
         main(["check", str(tmp_path)])
     assert stopped.value.code == 1
     assert "config.json" in capsys.readouterr().out
-
-
-class _Flags:
-    dtype, implementation = "float32", None
