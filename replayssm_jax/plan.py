@@ -145,11 +145,10 @@ def _experts_per_token(mixture: Any) -> int:
     return mixture.routing.experts_per_token if hasattr(mixture, "routing") else mixture.experts_per_token
 
 
-def best_window(config: dict[str, Any], drafts: int, accepted: float) -> int:
-    """The window of WINDOWS that moves the fewest bytes of state."""
-    usable = [window for window in WINDOWS if window >= 2 * (drafts + 1)]
-    tokens = drafts + 1
-    return min(usable, key=lambda window: make_plan(config, window, drafts).replay_state(tokens, accepted))
+def best_window(plan: Plan, accepted: float) -> int:
+    """The window of WINDOWS that moves the fewest bytes of state, of those that the plan's drafts allow."""
+    usable = [dataclasses.replace(plan, window=window) for window in WINDOWS if window >= 2 * plan.max_draft]
+    return min(usable, key=lambda candidate: candidate.replay_state(plan.max_draft, accepted)).window
 
 
 def table(plan: Plan, gpu: GPU, batch: int, context: int, accepted: float, best: int) -> str:
@@ -216,7 +215,7 @@ def main(arguments: list[str]) -> None:
     try:
         config = read(pathlib.Path(arguments[1]))
         plan = make_plan(config, options.window, options.drafts)
-        best = best_window(config, options.drafts, accepted)
+        best = best_window(plan, accepted)
     except (CheckpointError, ValueError) as error:
         raise SystemExit(f"plan: {error}") from error
     gpu, count = GPUS[options.gpu], options.gpus
