@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax import rows as rows_lib
+from replayssm_jax.blocked import Block
 from replayssm_jax.recurrence import recurrent
 from replayssm_jax.rows import Rows
 from replayssm_jax.slots import scatter_index
@@ -58,9 +59,12 @@ def _replayed(state: ReplayState, rows: Rows) -> Array:
     """The present state: the checkpoint after every committed record, one at a time. [B, H, V, K] float32"""
     records = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
     present = rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32)
-    for j in range(state.policy.window):
-        present = _apply_record(state.recurrence, present, *(x[:, :, j] for x in records))
-    return present
+
+    def apply(present: Array, record: Block) -> tuple[Array, None]:
+        return _apply_record(state.recurrence, present, *record), None
+
+    oldest_first = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), records)
+    return jax.lax.scan(apply, present, oldest_first)[0]
 
 
 def _apply_record(recurrence: Recurrence, state: Array, key: Array, update: Array, log_decay: Array) -> Array:
