@@ -1,0 +1,18 @@
+"""Randomness of the tests: fresh at every run, printed when a test fails, repeated with ``--seed``."""
+
+import secrets
+
+import numpy as np
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=None, help="seed of every test's random inputs, to repeat a failure")
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    seed = request.config.getoption("--seed")
+    seed = secrets.randbits(32) if seed is None else seed
+    print(f"repeat with --seed={seed}")  # pytest shows it with a failure
+    return np.random.default_rng(seed)

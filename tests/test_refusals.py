@@ -1,0 +1,62 @@
+"""What is right but cannot be done here is refused, with a word on what works, and not answered wrongly or slowly instead."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import replayssm_jax as rs
+from replayssm_jax.replay import _BACKENDS
+from tests.cases import case_named, make_tokens
+
+
+@pytest.mark.parametrize("readout", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_readouts_that_do_not_exist_yet(readout):
+    with pytest.raises(NotImplementedError, match=f"readout='{readout}' is not implemented yet; readout='checkpoint' works"):
+        rs.ReplayPolicy(readout=readout)
+
+
+def test_rounding_that_does_not_exist_yet():
+    with pytest.raises(NotImplementedError, match="rounding='stochastic' is not implemented yet; rounding='nearest' works"):
+        rs.ReplayPolicy(rounding="stochastic")
+
+
+def test_more_drafts_than_the_policy_keeps_room_for():
+    case = case_named("gdn")
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    with pytest.raises(ValueError, match=r"tokens holds T=5 drafts, more than .*max_draft=4; a prompt goes through prefill"):
+        rs.verify(state, make_tokens(case, np.random.default_rng(0), 2, 5))
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "given", "record", "needed"),
+    [
+        ("gdn", "k", "float32", "bfloat16", "float32"),
+        ("gdn", "k", "float16", "bfloat16", "float32"),
+        ("gla", "k", "bfloat16", "float16", "float32"),
+        ("gla", "v", "float32", "float16", "float32"),
+    ],
+)
+def test_records_that_would_be_rounded(family, field, given, record, needed):
+    """bfloat16 values of long-lived inputs must come in as such, not be made so on the way to the ring."""
+    case = case_named(family, activations=record)
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    tokens = make_tokens(case, np.random.default_rng(0), 2, 1)
+    tokens = dataclasses.replace(tokens, **{field: jnp.asarray(getattr(tokens, field), given)})
+    for door in (rs.verify, rs.step):
+        with pytest.raises(ValueError, match=rf"tokens\.{field} is {given}, .*{record} cannot hold.*record_dtype='{needed}'"):
+            door(state, tokens)
+    rs.prefill(state, tokens)  # records nothing, so rounds nothing
+
+
+@pytest.mark.skipif("pallas" in _BACKENDS, reason="the pallas backend is here")
+@pytest.mark.parametrize("door", [rs.verify, rs.step, rs.prefill])
+def test_a_named_backend_that_is_not_here_is_not_replaced(door):
+    case = case_named("gdn")
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    tokens = make_tokens(case, np.random.default_rng(0), 2, 1)
+    with pytest.raises(NotImplementedError, match="implementation='pallas' is not available here; reference and xla are"):
+        door(state, tokens, implementation="pallas")
+    with pytest.raises(NotImplementedError, match="implementation='pallas' is not available here; reference and xla are"):
+        rs.flush(state, implementation="pallas")
