@@ -2,8 +2,8 @@
 
     python examples/swap_mixer.py
 
-``Hybrid`` below stands for a model that you already have; its mixer computes the plain Gated DeltaNet recurrence, one token at a
-time. The same block around ``GatedDeltaNet`` decodes through the replay path, from the same weights.
+``Hybrid`` below stands for a model that you already have; its mixer computes the plain Gated DeltaNet recurrence, one token at
+a time. The same block around ``GatedDeltaNet`` decodes through the replay path, from the same weights.
 """
 
 import jax
