@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from replayssm_jax.slots import check_counts, check_slots, debug_distinct, in_range
-from replayssm_jax.state import ReplayState, Tokens
+from replayssm_jax.state import ReplayState, Tokens, init_buffer
 
 Array = jax.Array
 
@@ -30,6 +30,13 @@ def check_state(state: ReplayState) -> None:
             f"state.pointer has window={pointer.window}, max_draft={pointer.max_draft}, but state.policy has "
             f"window={policy.window}, max_draft={policy.max_draft}: build both from one policy"
         )
+    expected = jax.eval_shape(lambda: init_buffer(recurrence, policy, slots))
+    for name in ("key", "update", "weight", "log_decay"):
+        have, want = getattr(state.buffer, name), getattr(expected, name)
+        if (have is None) != (want is None):
+            raise ValueError(f"state.buffer.{name} must be {'None' if want is None else 'an array'} for this recurrence")
+        if want is not None:
+            _check_array(f"state.buffer.{name}", have, want.shape, (want.dtype.name,))
 
 
 def check_tokens(state: ReplayState, tokens: Tokens) -> tuple[int, int]:

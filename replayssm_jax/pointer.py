@@ -68,6 +68,11 @@ class ReplayPointer:
         return self.length + 2 * self.max_draft > self.window
 
 
+def _check_pointer(pointer: ReplayPointer) -> None:
+    if not isinstance(pointer, ReplayPointer):
+        raise TypeError(f"pointer must be a ReplayPointer, got {type(pointer).__name__}")
+
+
 def init_pointer(num_slots: int, window: int, max_draft: int) -> ReplayPointer:
     """A pointer of ``num_slots`` fresh slots.
 
@@ -94,6 +99,7 @@ def after_verify(pointer: ReplayPointer, slots: Array | None = None, lengths: Ar
     Returns:
         The pointer to commit to.
     """
+    _check_pointer(pointer)
     slots = check_slots(slots, pointer.num_slots, rows=None if lengths is None else jnp.asarray(lengths).shape[0])
     lengths = check_counts(lengths, slots.shape[0], 1, "lengths")
     rows = scatter_index(slots, pointer.num_slots, keep=lengths > 0)
@@ -122,6 +128,7 @@ def commit(pointer: ReplayPointer, accepted: Array | int, slots: Array | None = 
     Raises:
         TypeError, ValueError: accepted or slots has the wrong dtype or shape.
     """
+    _check_pointer(pointer)
     accepted = jnp.asarray(accepted)
     slots = check_slots(slots, pointer.num_slots, rows=accepted.shape[0] if accepted.ndim == 1 else None)
     accepted = check_counts(accepted, slots.shape[0], 0, "accepted")
@@ -141,6 +148,7 @@ def commit(pointer: ReplayPointer, accepted: Array | int, slots: Array | None = 
 
 def after_prefill(pointer: ReplayPointer, slots: Array | None, lengths: Array) -> ReplayPointer:
     """What a prefill does to the pointer: rows with tokens end folded, ``lengths`` tokens further. Arguments as above."""
+    _check_pointer(pointer)
     slots = check_slots(slots, pointer.num_slots, rows=jnp.asarray(lengths).shape[0])
     lengths = check_counts(lengths, slots.shape[0], 0, "lengths")
     rows = scatter_index(slots, pointer.num_slots, keep=lengths > 0)
@@ -163,6 +171,7 @@ def after_flush(pointer: ReplayPointer, folded: Array) -> ReplayPointer:
 
 def reset_pointer(pointer: ReplayPointer, slots: Array) -> ReplayPointer:
     """Puts slots back to position 0. ``slots`` [B] int; values outside [0, N) are padding."""
+    _check_pointer(pointer)
     rows = scatter_index(check_slots(slots, pointer.num_slots), pointer.num_slots)
     return dataclasses.replace(
         pointer,

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 
 Array = jax.Array
+
+_INT32_MAX = 2**31 - 1
 
 
 def in_range(slots: Array, num_slots: int) -> Array:
@@ -43,16 +46,13 @@ def check_slots(slots: Array | None, num_slots: int, rows: int | None = None, na
         if rows > num_slots:
             raise ValueError(f"{name}=None puts row b in slot b, but there are {rows} rows and {num_slots} slots")
         return jnp.arange(rows, dtype=jnp.int32)
-    slots = jnp.asarray(slots)
+    slots = _as_int32(slots)
     if slots.ndim != 1:
         raise ValueError(f"{name} must be a vector [B], got shape {slots.shape}")
     if not jnp.issubdtype(slots.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {slots.dtype}")
     if rows is not None and slots.shape != (rows,):
         raise ValueError(f"{name} must have one entry per row, shape ({rows},), got {slots.shape}")
-    if slots.dtype.itemsize >= 4 and slots.dtype != jnp.int32:
-        # a wide or unsigned value must not wrap into range when it is narrowed
-        slots = jnp.where(in_range(slots, num_slots), slots, num_slots)
     return slots.astype(jnp.int32)
 
 
@@ -60,7 +60,7 @@ def check_counts(counts: Array | None, rows: int, default: int, name: str) -> Ar
     """Trace-time check of one count per row; None is ``default`` for every row. Returns [B] int32."""
     if counts is None:
         return jnp.full(rows, default, jnp.int32)
-    counts = jnp.asarray(counts)
+    counts = _as_int32(counts)
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"{name} must be integers, got {counts.dtype}")
     if counts.ndim == 0:
@@ -68,6 +68,19 @@ def check_counts(counts: Array | None, rows: int, default: int, name: str) -> Ar
     if counts.shape != (rows,):
         raise ValueError(f"{name} must have one entry per row, shape ({rows},), got {counts.shape}")
     return counts.astype(jnp.int32)
+
+
+def _as_int32(values: Array) -> Array:
+    """An array whose integers are int32. What int32 cannot hold becomes -1 or the largest one: nothing wraps into range."""
+    if not isinstance(values, jax.Array):
+        values = np.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        return jnp.asarray(values)
+    xp = np if isinstance(values, np.ndarray) else jnp
+    if values.dtype.itemsize >= 4 and values.dtype != jnp.int32:
+        values = xp.minimum(values, _INT32_MAX)
+        values = xp.maximum(values, -1) if jnp.issubdtype(values.dtype, jnp.signedinteger) else values
+    return jnp.asarray(values, jnp.int32)
 
 
 def debug_distinct(slots: Array, num_slots: int, name: str = "slots") -> None:

@@ -243,6 +243,8 @@ def reset(state: ReplayState, slots: Array) -> ReplayState:
     Returns:
         The pool with those slots fresh and every other slot bit-equal.
     """
+    if not isinstance(state, ReplayState):
+        raise TypeError(f"state must be a ReplayState, got {type(state).__name__}")
     slots = check_slots(slots, state.num_slots)
     rows = scatter_index(slots, state.num_slots)
     return dataclasses.replace(
@@ -267,7 +269,9 @@ def copy_slots[Pool](state: Pool, source: Array, target: Array) -> Pool:
     Raises:
         TypeError, ValueError: source or target is no vector of integers, or they differ in length.
     """
-    num_slots: int = state.num_slots  # type: ignore[attr-defined]
+    if not hasattr(state, "num_slots"):
+        raise TypeError(f"state must be a ReplayState, got {type(state).__name__}; caches of mixers and models serve too")
+    num_slots: int = state.num_slots
     source, target = check_slots(source, num_slots, name="source"), check_slots(target, num_slots, name="target")
     if source.shape != target.shape:
         raise ValueError(f"source and target must have the same shape, got {source.shape} and {target.shape}")

@@ -128,7 +128,7 @@ def assign(module: nnx.Module, values: dict[str, np.ndarray]) -> None:
     for path, variable in variables.items():
         old = variable.get_value()
         assert old.shape == values[path].shape, (path, old.shape, values[path].shape)
-        variable.set_value(jnp.asarray(values[path], old.dtype))
+        variable.set_value(jnp.asarray(np.asarray(values[path], np.float32).astype(old.dtype)))
     nnx.update(module, state)
 
 

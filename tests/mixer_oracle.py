@@ -185,9 +185,5 @@ def mamba2(dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, **config: A
     return randomised(Mamba2, Mamba2Config(hidden_size=HIDDEN, **sizes), dtype, param_dtype)
 
 
-MIXERS: dict[str, Callable[..., Any]] = {
-    "gated_delta_net": gated_delta_net,
-    "kimi_delta": kimi_delta,
-    "kimi_delta_bounded": kimi_delta_bounded,
-    "mamba2": mamba2,
-}
+MIXERS: dict[str, Callable[..., Any]] = {"gated_delta_net": gated_delta_net, "kimi_delta": kimi_delta, "mamba2": mamba2}
+GATES = MIXERS | {"kimi_delta_bounded": kimi_delta_bounded}

@@ -13,7 +13,7 @@ from replayssm_jax.prefill import chunked
 from replayssm_jax.recurrence import recurrent
 from tests import oracle
 from tests.cases import FAMILIES, IMPLEMENTATIONS, Case, case_named, make_tokens
-from tests.compare import relative_error
+from tests.compare import relative_error, same_bits
 from tests.lockstep import FAST_COMPILE, Lockstep, decode, jitted
 
 every_family = pytest.mark.parametrize("family", [case.id for case in FAMILIES])
@@ -111,6 +111,22 @@ def test_the_chunk_size_changes_a_prompt_by_rounding_only(family, rng):
         outs.append(out)
     assert max(relative_error(x, states[0]) for x in states) < 2e-6
     assert max(relative_error(x, outs[0]) for x in outs) < 2e-6
+
+
+@pytest.mark.parametrize("family", ["kda", "mamba2"])
+def test_double_precision_elsewhere_changes_nothing_here(family, rng):
+    """A program that turns jax_enable_x64 on for its own sake gets the same float32 pool, bit for bit."""
+    case = case_named(family)
+    prompt, drafts = make_tokens(case, rng, 2, 20), make_tokens(case, rng, 2, 4)
+    results = []
+    for enabled in (False, True):
+        with jax.enable_x64(enabled):
+            state, first = rs.prefill(rs.init_state(case.recurrence, case.policy, 3), prompt, np.array([2, 0]))
+            state, second = rs.verify(state, drafts, np.array([0, 2]), np.array([4, 1]))
+            state = dataclasses.replace(state, pointer=rs.commit(state.pointer, np.array([3, 1]), np.array([0, 2])))
+            results.append((rs.flush(state), rs.materialize(state), first, second))
+    chex.assert_trees_all_equal_dtypes(*results)
+    assert same_bits(*results)
 
 
 @pytest.mark.parametrize("family", ["kda", "mamba2"])

@@ -20,8 +20,9 @@ from replayssm_jax.mixers import (
     Mamba2Config,
     MixerCache,
 )
+from tests.mixer_runs import quick_jit
 
-HIDDEN, ROWS, PROMPT, TOTAL = 16, 2, 9, 30
+HIDDEN, ROWS, PROMPT, TOTAL = 16, 2, 5, 16
 POLICY = ReplayPolicy(window=8)
 
 MIXERS = {
@@ -69,8 +70,13 @@ def draw() -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, TOTAL, HIDDEN)), jnp.float32)
 
 
-@nnx.jit
 def whole_prompt(block: Block, x: jax.Array) -> tuple[Cache, jax.Array]:
+    return _whole_prompt(*nnx.split(block), x)
+
+
+@functools.partial(quick_jit, static_argnames="graph")
+def _whole_prompt(graph, weights, x):
+    block = nnx.merge(graph, weights)
     return block.prompt(block.init_cache(ROWS), x)
 
 
@@ -99,7 +105,7 @@ def test_decode_loop_compiles_once(name):
     chex.clear_trace_counter()  # it counts by name, and every mixer's step has the same one
     graph, weights = nnx.split(make(name))
 
-    @functools.partial(jax.jit, donate_argnames="cache")
+    @functools.partial(quick_jit, donate_argnames="cache")
     @chex.assert_max_traces(n=1)
     def step(weights, cache, x):
         return nnx.merge(graph, weights)(cache, x)
@@ -121,16 +127,19 @@ def test_block_trains(name):
     x = draw()
     target = jnp.roll(x, 1, axis=1)
 
-    @jax.jit
+    @quick_jit
+    @jax.value_and_grad
     def loss(weights):
         block = nnx.merge(graph, weights)
         return jnp.mean((block.prompt(block.init_cache(ROWS), x)[1] - target) ** 2)
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(weights)
+    value, gradients = loss(weights)
     for path, gradient in nnx.to_flat_state(gradients):
         assert np.isfinite(gradient.get_value()).all(), path
         assert np.asarray(gradient.get_value()).any(), path
-    slope = jnp.linalg.norm(ravel_pytree(gradients)[0])
-    ahead, behind = (loss(jax.tree.map(lambda w, g, s=s: w + s * g / slope, weights, gradients)) for s in (1e-2, -1e-2))
+    flat, unravel = ravel_pytree(weights)
+    direction = ravel_pytree(gradients)[0]
+    slope = jnp.linalg.norm(direction)
+    ahead, behind = (loss(unravel(flat + step * direction / slope))[0] for step in (1e-2, -1e-2))
     np.testing.assert_allclose((ahead - behind) / 2e-2, slope, rtol=2e-2)
     assert behind < value < ahead
