@@ -33,11 +33,11 @@ flags.DEFINE_string("checkpoint", str(pathlib.Path(__file__).parent / "demo_mode
 flags.DEFINE_string("prompt", "In the beginning ", "Text to continue.")
 flags.DEFINE_string("prompt_file", None, "File with one prompt per line, instead of --prompt.")
 flags.DEFINE_integer("max_tokens", 400, "Tokens to decode per sequence.", lower_bound=1)
-flags.DEFINE_integer("batch", None, "Sequences to decode together; prompts are repeated to fill it. Default: one per prompt.")
+flags.DEFINE_integer("batch", None, "Sequences to decode together; prompts are repeated to fill it. Default: one each.", 1)
 flags.DEFINE_integer("window", 16, "Ring rows: tokens between two writes of the checkpoint, plus one.", lower_bound=2)
 flags.DEFINE_float("temperature", 0.7, "0 is greedy.", lower_bound=0.0)
 flags.DEFINE_float("top_p", 0.95, "Nucleus to draw from.", lower_bound=0.0, upper_bound=1.0)
-flags.DEFINE_integer("seed", 0, "Of the draws.")
+flags.DEFINE_integer("seed", 0, "Of the draws.", 0, 2**32 - 1)
 flags.DEFINE_enum("implementation", None, ["reference", "xla", "pallas"], "Backend; default: the fastest that can.")
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations; states stay float32.")
 flags.DEFINE_bool("check", False, "Decode again with the plain per-token recurrence and compare the tokens.")
@@ -58,7 +58,7 @@ def read_prompts() -> list[str]:
     if FLAGS.prompt_file is None:
         prompts = [FLAGS.prompt]
     else:
-        prompts = [line for line in pathlib.Path(FLAGS.prompt_file).read_text().splitlines() if line]
+        prompts = [line for line in pathlib.Path(FLAGS.prompt_file).read_text().splitlines() if line.strip()]
     if not prompts or not all(prompts):
         raise ValueError(f"{'--prompt' if FLAGS.prompt_file is None else '--prompt_file'} holds no text to continue")
     batch = len(prompts) if FLAGS.batch is None else FLAGS.batch
@@ -118,7 +118,7 @@ def report(decoded: Decoded) -> None:
     record = sum(num_bytes(m.buffer) // m.policy.window for m in mixers) // rows
     plain, replay = steps * len(mixers), decoded.flushes * len(mixers)
     written = decoded.flushes * state + steps * record
-    saved = 1 - written / max(1, steps * state)
+    saved = 1 - written / (steps * state) if steps else 0.0
     print(
         f"\n\n{rows} x {count} tokens in {decoded.seconds:.2f} s: {rows * count / decoded.seconds:,.0f} tokens per second"
         f" on {jax.devices()[0].device_kind}\n"

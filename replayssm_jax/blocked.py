@@ -137,7 +137,7 @@ def _decayed_products(recurrence: Recurrence, x: Array, key: Array, log_decay: A
         up_to = jnp.exp(_sum_after(log_decay[:, :, :start]))
         since = jnp.exp(lax.cumsum(gate, axis=2))[:, :, None]
         far = product("bhpik,bhjk->bhpij", reader * since, key[:, :, :start] * up_to)
-        above = jnp.zeros((*near.shape[:-1], tokens - here.stop))
+        above = jnp.zeros((*near.shape[:-1], tokens - here.stop), near.dtype)
         rows.append(jnp.concatenate([far, near, above], axis=-1))
     return jnp.concatenate(rows, axis=-2)
 

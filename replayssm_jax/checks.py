@@ -59,10 +59,14 @@ def check_tokens(state: ReplayState, tokens: Tokens) -> tuple[int, int]:
     for name in ("q_scale", "k_scale"):
         if (scale := getattr(tokens, name)) is not None:
             _check_array(f"tokens.{name}", scale, (rows, count, r.num_key_heads), ("float32",))
-    checkify.debug_check(
-        ~jnp.any(tokens.log_decay > 0), "tokens.log_decay must be <= 0 (it is a logarithm), got a positive value"
-    )
     return rows, count
+
+
+def debug_decay(tokens: Tokens, live: Array) -> None:
+    """Run-time check, live only under ``checkify``: no real token has a positive log decay. ``live`` [B, T] bool"""
+    masked = live.reshape(live.shape + (1,) * (tokens.log_decay.ndim - 2))
+    positive = jnp.any(masked & (tokens.log_decay > 0))
+    checkify.debug_check(~positive, "tokens.log_decay must be <= 0 (it is a logarithm), got a positive value")
 
 
 def check_recordable(state: ReplayState, tokens: Tokens) -> None:
@@ -77,10 +81,9 @@ def check_recordable(state: ReplayState, tokens: Tokens) -> None:
             )
 
 
-def check_rows(
-    state: ReplayState, slots: Array | None, lengths: Array | None, rows: int, num_tokens: int
-) -> tuple[Array | None, Array]:
-    """Raises unless ``slots`` and ``lengths`` fit ``rows`` rows; returns slots [B] int32 or None, and lengths [B] int32."""
+def check_rows(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Array | None) -> tuple[Array | None, Array]:
+    """Raises unless ``slots`` and ``lengths`` fit the tokens' rows; returns slots [B] int32 or None, and lengths [B] int32."""
+    rows, num_tokens = tokens.q.shape[:2]
     checked = check_slots(slots, state.num_slots, rows)
     lengths = check_counts(lengths, rows, num_tokens, "lengths")
     debug_distinct(checked, state.num_slots)
@@ -90,6 +93,7 @@ def check_rows(
         most=jnp.int32(num_tokens),
         lengths=lengths,
     )
+    debug_decay(tokens, in_range(checked, state.num_slots)[:, None] & (jnp.arange(num_tokens) < lengths[:, None]))
     return None if slots is None else checked, lengths
 
 

@@ -147,7 +147,8 @@ def _experts_per_token(mixture: Any) -> int:
 
 def best_window(plan: Plan, accepted: float) -> int:
     """The window of WINDOWS that moves the fewest bytes of state, of those that the plan's drafts allow."""
-    usable = [dataclasses.replace(plan, window=window) for window in WINDOWS if window >= 2 * plan.max_draft]
+    # windows beyond the largest of WINDOWS are only ever chosen by hand
+    usable = [dataclasses.replace(plan, window=window) for window in (*WINDOWS, plan.window) if window >= 2 * plan.max_draft]
     return min(usable, key=lambda candidate: candidate.replay_state(plan.max_draft, accepted)).window
 
 
@@ -204,6 +205,8 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         config = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise CheckpointError(f"{path} is neither a folder with a config.json nor a readable JSON file: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
     return config
 
 
@@ -212,6 +215,8 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("name one checkpoint folder or config file")
     options = flags.FLAGS
     accepted = options.accepted if options.accepted is not None else 1.0 + options.drafts / 2
+    if not 0 < accepted <= options.drafts + 1:
+        raise SystemExit(f"plan: --accepted={accepted} must be more than 0 and at most drafts + 1 = {options.drafts + 1}")
     try:
         config = read(pathlib.Path(arguments[1]))
         plan = make_plan(config, options.window, options.drafts)

@@ -17,6 +17,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import checkify
 
 from replayssm_jax.slots import (
@@ -73,6 +74,11 @@ def _check_pointer(pointer: ReplayPointer) -> None:
         raise TypeError(f"pointer must be a ReplayPointer, got {type(pointer).__name__}")
 
 
+def _rows(counts: Array | int | None) -> int | None:
+    """How many rows a vector of counts speaks of; None where it does not say."""
+    return np.shape(counts)[0] if counts is not None and np.ndim(counts) == 1 else None
+
+
 def init_pointer(num_slots: int, window: int, max_draft: int) -> ReplayPointer:
     """A pointer of ``num_slots`` fresh slots.
 
@@ -94,13 +100,14 @@ def after_verify(pointer: ReplayPointer, slots: Array | None = None, lengths: Ar
     Args:
         pointer: before the verify.
         slots: slot of each row, None for row b in slot b; values outside [0, N) are padding. [B] int
-        lengths: tokens of each row, None for some in every row. [B] int
+        lengths: tokens of each row, None for some in every row. With both None every slot has had tokens: name the rows of
+            a batch that left slots out. [B] int
 
     Returns:
         The pointer to commit to.
     """
     _check_pointer(pointer)
-    slots = check_slots(slots, pointer.num_slots, rows=None if lengths is None else jnp.asarray(lengths).shape[0])
+    slots = check_slots(slots, pointer.num_slots, rows=_rows(lengths))
     lengths = check_counts(lengths, slots.shape[0], 1, "lengths")
     rows = scatter_index(slots, pointer.num_slots, keep=lengths > 0)
     has_tokens = jnp.zeros(pointer.num_slots, bool).at[rows].set(True, mode="drop")
@@ -118,9 +125,10 @@ def commit(pointer: ReplayPointer, accepted: Array | int, slots: Array | None = 
     Args:
         pointer: as the verify returned it.
         accepted: tokens kept per row, the bonus token included, 0 to reject everything; at most the row's tokens in that
-            verify. More is undefined; under ``checkify`` it is an error as soon as it exceeds max_draft or the ring.
-            [B] int, or one int for all rows
-        slots: slot of each row, None for row b in slot b; values outside [0, N) are padding. [B] int
+            verify. More is undefined; under ``checkify`` it is an error once it exceeds max_draft or the ring.
+            [B] int, or one int for every row
+        slots: slot of each row, None for row b in slot b (for every slot, where ``accepted`` is one int);
+            values outside [0, N) are padding. [B] int
 
     Returns:
         The moved pointer.
@@ -130,7 +138,7 @@ def commit(pointer: ReplayPointer, accepted: Array | int, slots: Array | None = 
     """
     _check_pointer(pointer)
     accepted = jnp.asarray(accepted)
-    slots = check_slots(slots, pointer.num_slots, rows=accepted.shape[0] if accepted.ndim == 1 else None)
+    slots = check_slots(slots, pointer.num_slots, rows=_rows(accepted))
     accepted = check_counts(accepted, slots.shape[0], 0, "accepted")
     debug_distinct(slots, pointer.num_slots)
     real = in_range(slots, pointer.num_slots)
@@ -149,7 +157,7 @@ def commit(pointer: ReplayPointer, accepted: Array | int, slots: Array | None = 
 def after_prefill(pointer: ReplayPointer, slots: Array | None, lengths: Array) -> ReplayPointer:
     """What a prefill does to the pointer: rows with tokens end folded, ``lengths`` tokens further. Arguments as above."""
     _check_pointer(pointer)
-    slots = check_slots(slots, pointer.num_slots, rows=jnp.asarray(lengths).shape[0])
+    slots = check_slots(slots, pointer.num_slots, rows=_rows(lengths))
     lengths = check_counts(lengths, slots.shape[0], 0, "lengths")
     rows = scatter_index(slots, pointer.num_slots, keep=lengths > 0)
     committed = pointer.length[gather_index(slots, pointer.num_slots)]

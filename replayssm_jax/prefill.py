@@ -52,8 +52,8 @@ def prefill(
     """
     check_state(state)
     check_positive_int("chunk_size", chunk_size)
-    num_rows, num_tokens = check_tokens(state, tokens)
-    slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
+    check_tokens(state, tokens)
+    slots, lengths = check_rows(state, tokens, slots, lengths)
     if check_implementation(implementation, ("reference", "xla")) == "reference":
         after, out = jax.jit(replay_reference.prefill)(state, tokens, slots, lengths)
     else:

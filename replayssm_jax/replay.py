@@ -58,14 +58,14 @@ def verify(
         NotImplementedError: the named implementation cannot do this; the message says what works.
     """
     check_state(state)
-    num_rows, num_tokens = check_tokens(state, tokens)
+    _, num_tokens = check_tokens(state, tokens)
     check_recordable(state, tokens)
     if num_tokens > state.policy.max_draft:
         raise ValueError(
             f"tokens holds T={num_tokens} drafts, more than the policy's max_draft={state.policy.max_draft}; "
             f"a prompt goes through prefill"
         )
-    slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
+    slots, lengths = check_rows(state, tokens, slots, lengths)
     backend = _choose_backend(implementation, state, tokens)
     after, out = _verify(backend, state, tokens, slots, lengths)
     return dataclasses.replace(after, pointer=after_verify(state.pointer, slots, lengths)), out
@@ -85,11 +85,11 @@ def step(
         As ``verify``; tokens must hold T = 1.
     """
     check_state(state)
-    num_rows, num_tokens = check_tokens(state, tokens)
+    _, num_tokens = check_tokens(state, tokens)
     if num_tokens != 1:
         raise ValueError(f"tokens must hold one token per row for a step, got T={num_tokens}; verify takes drafts")
     after, out = verify(state, tokens, slots, lengths, implementation=implementation)
-    slots, lengths = check_rows(state, slots, lengths, num_rows, num_tokens)
+    slots, lengths = check_rows(state, tokens, slots, lengths)
     return dataclasses.replace(after, pointer=commit(after.pointer, lengths, slots)), out
 
 

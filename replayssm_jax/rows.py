@@ -96,10 +96,12 @@ def append_records(
     def put(pool: Array, values: Array) -> Array:
         return pool.at[slot, :, row].set(values.astype(pool.dtype), mode="drop")
 
-    factor = 1.0 if tokens.k_scale is None else jnp.repeat(tokens.k_scale, recurrence.group_size, axis=-1)  # [B, T, H]
+    factor = jnp.ones((), jnp.float32)
+    if tokens.k_scale is not None:
+        factor = jnp.repeat(tokens.k_scale, recurrence.group_size, axis=-1)  # [B, T, H]
     if recurrence.delta_rule:
         assert u is not None
-        update, weight = u * jnp.asarray(factor)[..., None], None
+        update, weight = u * factor[..., None], None
     else:
         update, weight = tokens.v, tokens.beta * factor
     return ReplayBuffer(

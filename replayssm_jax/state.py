@@ -275,8 +275,8 @@ def copy_slots[Pool](state: Pool, source: Array, target: Array) -> Pool:
     source, target = check_slots(source, num_slots, name="source"), check_slots(target, num_slots, name="target")
     if source.shape != target.shape:
         raise ValueError(f"source and target must have the same shape, got {source.shape} and {target.shape}")
-    debug_distinct(target, num_slots, "target")
     paired = in_range(source, num_slots) & in_range(target, num_slots)
+    debug_distinct(jnp.where(paired, target, num_slots), num_slots, "target")
     read, write = jnp.where(paired, source, 0), jnp.where(paired, target, num_slots)
     return jax.tree.map(lambda pool: pool.at[write].set(pool[read], mode="drop"), state)
 

@@ -15,6 +15,12 @@ def register[T](data_fields: tuple[str, ...], meta_fields: tuple[str, ...] = ())
     return decorate
 
 
+def check_divides(divisor_name: str, divisor: int, name: str, value: int) -> None:
+    """Raises ValueError naming both unless ``divisor`` divides ``value``."""
+    if value % divisor:
+        raise ValueError(f"{name}={value} must be divisible by {divisor_name}={divisor}")
+
+
 def check_positive_int(name: str, value: Any) -> None:
     """Raises TypeError or ValueError naming ``name`` unless ``value`` is an int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -15,7 +15,9 @@ from tests.lockstep import Lockstep
 ROWS, SLOTS, PROMPT = 3, 4, 9
 PADDING = (-1, SLOTS, SLOTS + 7, np.iinfo(np.int32).min)
 POLICIES = {"gdn": (5, 2), "kda": (8, 3), "mamba2": (7, 3), "gla": (2, 1)}
-POOLS = [case_named(f.id, window=POLICIES[f.id][0], max_draft=POLICIES[f.id][1]) for f in FAMILIES]
+POOLS = [
+    case_named(f.id, window=POLICIES[f.id][0], max_draft=POLICIES[f.id][1], factors=f.id in ("gdn", "mamba2")) for f in FAMILIES
+]
 
 
 def _first_real_wins(slots):

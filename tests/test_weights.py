@@ -132,7 +132,9 @@ def test_tied_embeddings(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_saved_weights_load_again(tmp_path, tied):
     """From random weights through ``published_tensors`` and a folder back, bit for bit."""
-    sizes = Qwen3_5Config.from_dict(config(tie_word_embeddings=tied, layer_types=["linear_attention", "full_attention"]))
+    sizes = Qwen3_5Config.from_dict(
+        config(tie_word_embeddings=tied, layer_types=["linear_attention", "full_attention"], num_hidden_layers=2)
+    )
     subject = nnx.eval_shape(lambda: Qwen3_5(sizes, rngs=nnx.Rngs(3)))
     rng, state = np.random.default_rng(0), nnx.state(subject, nnx.Param)
     for _, variable in nnx.to_flat_state(state):
@@ -210,7 +212,6 @@ def test_config_that_is_no_json_object(tmp_path, content):
         ({"linear_num_key_heads": 0}, "linear_num_key_heads|num_key_heads"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim|conv_width"),
         ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor must be even, got 3"),
-        ({"rms_norm_eps": None}, "rms_norm_eps"),
     ],
     ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )

@@ -27,7 +27,8 @@ def sample(logits: Array, keys: Array, *, temperature: float, top_p: float = 1.0
         raise ValueError(f"top_p must be in (0, 1], got {top_p}")
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = logits / temperature
+    # relative to the best: a tiny temperature must not turn infinity minus infinity into NaN
+    logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
     if top_p < 1:
         order = jnp.argsort(-logits, axis=-1)
         ranked = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1), axis=-1)

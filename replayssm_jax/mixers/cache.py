@@ -72,6 +72,20 @@ def init_mixer_cache(
     )
 
 
+def check_cache(cache: MixerCache, recurrence: Recurrence, conv_width: int, conv_channels: int, dtype: jnp.dtype) -> None:
+    """Raises unless ``cache`` is one that this mixer's ``init_cache`` makes."""
+    if not isinstance(cache, MixerCache):
+        raise TypeError(f"cache must be a MixerCache, got {type(cache).__name__}")
+    if cache.recurrence != recurrence:
+        raise ValueError(f"cache belongs to another mixer: its recurrence is {cache.recurrence}, this mixer's is {recurrence}")
+    shape = (cache.num_slots, cache.policy.max_draft + conv_width - 1, conv_channels)
+    if cache.conv.shape != shape or cache.conv.dtype != dtype:
+        raise ValueError(
+            f"cache belongs to another mixer: cache.conv must be {dtype.name} of shape {shape}, "
+            f"got {cache.conv.dtype.name} of shape {cache.conv.shape}"
+        )
+
+
 def advance(
     cache: MixerCache,
     conv: Array,

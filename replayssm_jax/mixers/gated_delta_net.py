@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.mixers.cache import MixerCache, advance, init_mixer_cache
+from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
+from replayssm_jax.trees import check_divides, check_positive_int
 
 Array = jax.Array
 
@@ -36,6 +37,9 @@ class GatedDeltaNetConfig:
         conv_width: taps of the short convolution.
         norm_eps: of the output norm.
         allow_negative_eigenvalues: beta in (0, 2) instead of (0, 1).
+
+    Raises:
+        TypeError, ValueError: a size is no int of at least 1, or the heads do not divide.
     """
 
     hidden_size: int
@@ -46,6 +50,11 @@ class GatedDeltaNetConfig:
     conv_width: int = 4
     norm_eps: float = 1e-6
     allow_negative_eigenvalues: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_width"):
+            check_positive_int(name, getattr(self, name))
+        check_divides("num_key_heads", self.num_key_heads, "num_value_heads", self.num_value_heads)
 
     @property
     def recurrence(self) -> Recurrence:
@@ -130,6 +139,7 @@ class GatedDeltaNet(nnx.Module):
             TypeError, ValueError, NotImplementedError: as ``replayssm_jax.verify``.
         """
         check_hidden(x, self.config.hidden_size)
+        check_cache(cache, self.config.recurrence, self.config.conv_width, self.config.conv_channels, self.dtype)
         x = x.astype(self.dtype)
         conv, qkv = self.conv1d(cache.conv, self.in_proj_qkv(x), pointer, slots, lengths)
         tokens = self._tokens(x, qkv)

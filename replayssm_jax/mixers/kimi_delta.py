@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.mixers.cache import MixerCache, advance, init_mixer_cache
+from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
+from replayssm_jax.trees import check_positive_int
 
 Array = jax.Array
 
@@ -39,7 +40,7 @@ class KimiDeltaAttentionConfig:
         gate_lower_bound: least log decay of a bounded gate (-5 in Kimi-K3 and GLM-5.3-Flash), None for the unbounded gate.
 
     Raises:
-        ValueError: gate_lower_bound is not negative.
+        TypeError, ValueError: a size is no int of at least 1, or gate_lower_bound is not negative.
     """
 
     hidden_size: int
@@ -50,6 +51,8 @@ class KimiDeltaAttentionConfig:
     gate_lower_bound: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_heads", "head_dim", "conv_width"):
+            check_positive_int(name, getattr(self, name))
         if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
             raise ValueError(f"gate_lower_bound must be negative (it bounds a log decay), got {self.gate_lower_bound}")
 
@@ -108,6 +111,7 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[MixerCache, Array]:
         """A token, T drafts or (with ``prefill``) a prompt of each row. See ``GatedDeltaNet.__call__``."""
         check_hidden(x, self.config.hidden_size)
+        check_cache(cache, self.config.recurrence, self.config.conv_width, 3 * self.config.width, self.dtype)
         x = x.astype(self.dtype)
         qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
         conv, qkv = self.conv1d(cache.conv, qkv, pointer, slots, lengths)

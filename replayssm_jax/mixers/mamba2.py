@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from replayssm_jax.mixers.cache import MixerCache, advance, init_mixer_cache
+from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
+from replayssm_jax.trees import check_divides, check_positive_int
 
 Array = jax.Array
 
@@ -41,7 +42,7 @@ class Mamba2Config:
         time_step_limit: dt is clipped to it, in prompts and steps alike.
 
     Raises:
-        ValueError: norm_groups does not divide the inner width, or the limits are not in order.
+        TypeError, ValueError: a size is no int of at least 1, groups do not divide, or the limits are not in order.
     """
 
     hidden_size: int
@@ -57,11 +58,14 @@ class Mamba2Config:
     time_step_limit: tuple[float, float] = (0.0, math.inf)
 
     def __post_init__(self) -> None:
-        if self.inner_width % self.norm_groups:
-            raise ValueError(f"norm_groups={self.norm_groups} must divide num_heads * head_dim = {self.inner_width}")
-        low, high = self.time_step_limit
-        if not 0 <= low <= high:
-            raise ValueError(f"time_step_limit must be (low, high) with 0 <= low <= high, got {self.time_step_limit}")
+        sizes = ("hidden_size", "num_heads", "head_dim", "state_size", "num_groups", "norm_groups", "conv_width")
+        for name in sizes:
+            check_positive_int(name, getattr(self, name))
+        check_divides("num_groups", self.num_groups, "num_heads", self.num_heads)
+        check_divides("norm_groups", self.norm_groups, "num_heads * head_dim", self.inner_width)
+        limit = self.time_step_limit
+        if not (isinstance(limit, tuple) and len(limit) == 2 and 0 <= limit[0] <= limit[1]):
+            raise ValueError(f"time_step_limit must be (low, high) with 0 <= low <= high, got {limit}")
 
     @property
     def recurrence(self) -> Recurrence:
@@ -123,6 +127,7 @@ class Mamba2(nnx.Module):
         """A token, T drafts or (with ``prefill``) a prompt of each row. See ``GatedDeltaNet.__call__``."""
         c = self.config
         check_hidden(x, c.hidden_size)
+        check_cache(cache, c.recurrence, c.conv_width, c.conv_channels, self.dtype)
         z, xbc, dt = jnp.split(self.in_proj(x.astype(self.dtype)), [c.inner_width, c.inner_width + c.conv_channels], axis=-1)
         conv, xbc = self.conv1d(cache.conv, xbc, pointer, slots, lengths)
         tokens = self._tokens(xbc, dt)

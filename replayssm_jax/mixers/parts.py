@@ -38,9 +38,11 @@ def live_mask(x: Array, pointer: ReplayPointer, slots: Array | None, lengths: Ar
 
 
 def check_hidden(x: Array, hidden_size: int) -> None:
-    """Raises unless x is [B, T, hidden_size]."""
+    """Raises unless x is activations [B, T, hidden_size]."""
     if jnp.ndim(x) != 3 or x.shape[-1] != hidden_size or x.shape[1] < 1:
         raise ValueError(f"x must be [B, T, {hidden_size}] with T of at least 1, got shape {jnp.shape(x)}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be floating-point activations, got {x.dtype}")
 
 
 class ShortConv(nnx.Module):

@@ -30,8 +30,39 @@ def from_fields[Config](cls: type[Config], config: Mapping[str, Any]) -> Config:
     required = [f.name for f in fields if f.default is dataclasses.MISSING]
     if missing := [name for name in required if config.get(name) is None]:
         raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-    values = {f.name: config[f.name] for f in fields if f.name in config}
-    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    values = {f.name: config[f.name] for f in fields if config.get(f.name) is not None}
+    for field in fields:
+        if str(field.type) == "int" and field.name in values:
+            _check_int(field.name, values[field.name], least=0 if field.default == 0 else 1)
+    try:
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json does not fit: {error}") from error
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise CheckpointError(f"{name} must be an integer of at least {least}, got {value!r}")
+
+
+def section(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A nested object of a config, empty where the key is absent or null.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise CheckpointError(f"{key} must be an object, got {value!r}")
+    return dict(value or {})
+
+
+def require(config: Mapping[str, Any], where: str, *keys: str) -> None:
+    """Raises CheckpointError unless ``config`` has all keys, none of them null."""
+    if missing := [key for key in keys if config.get(key) is None]:
+        raise CheckpointError(f"{where} lacks {', '.join(missing)}")
 
 
 def check_layer_types(layer_types: Iterable[str], known: Iterable[str]) -> None:

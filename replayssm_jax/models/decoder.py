@@ -18,15 +18,17 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental import checkify
 
 from replayssm_jax import pointer as pointer_lib
 from replayssm_jax.mixers import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from replayssm_jax.mixers.parts import linear, live_mask
 from replayssm_jax.models import weights
-from replayssm_jax.models.attention import ATTENTIONS
+from replayssm_jax.models.attention import ATTENTIONS, AttentionCache
 from replayssm_jax.models.cache import ModelCache
 from replayssm_jax.models.weights import Checkpoint, Source
 from replayssm_jax.pointer import ReplayPointer, init_pointer
+from replayssm_jax.slots import check_slots, gather_index
 from replayssm_jax.state import ReplayPolicy
 
 Array = jax.Array
@@ -160,7 +162,8 @@ class Decoder(nnx.Module):
 
         Args:
             cache: all slots.
-            tokens: [B, T] int32, any T
+            tokens: in [0, vocab_size); a sequence must end within the cache's max_length. Past either the result is
+                undefined, and an error under ``checkify``. [B, T] int32, any T
             lengths: real tokens per row, None for all; a row of 0 is left alone. [B] int
             slots: slot of each row, None for row b in slot b; values outside [0, N) are padding. [B] int
             implementation: as in ``replayssm_jax.prefill``.
@@ -188,7 +191,8 @@ class Decoder(nnx.Module):
 
         Args:
             cache: all slots.
-            tokens: the next token and drafts behind it. [B, T] int32, T at most the policy's max_draft
+            tokens: the next token and drafts behind it, within the bounds that ``prefill`` names.
+                [B, T] int32, T at most the policy's max_draft
             slots, lengths, implementation: as in ``replayssm_jax.verify``.
 
         Returns:
@@ -212,14 +216,37 @@ class Decoder(nnx.Module):
         return self._logits(x)
 
     def _run(self, cache: ModelCache, tokens: Array, slots: Any, lengths: Any, **options: Any) -> tuple[tuple, Array]:
-        if jnp.ndim(tokens) != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} of shape {tokens.shape}")
+        tokens = jnp.asarray(tokens)
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1] < 1:
+            raise ValueError(f"tokens must be integers [B, T] with T of at least 1, got {tokens.dtype} of shape {tokens.shape}")
+        self._debug_tokens(cache, tokens, slots, lengths)
         x = self.embed_tokens[...].at[tokens].get(mode="clip").astype(self.dtype)
         caches = []
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             layer_cache, x = layer(layer_cache, x, cache.pointer, slots=slots, lengths=lengths, **options)
             caches.append(layer_cache)
         return tuple(caches), self.norm(x)
+
+    def _debug_tokens(self, cache: ModelCache, tokens: Array, slots: Any, lengths: Any) -> None:
+        """Run-time checks, live only under ``checkify``: real tokens are in the vocabulary and end within max_length."""
+        live = live_mask(tokens, cache.pointer, slots, lengths)
+        known = (tokens >= 0) & (tokens < self.config.vocab_size)
+        checkify.debug_check(
+            jnp.all(known | ~live),
+            "tokens must be in [0, {size}), got {tokens}",
+            size=jnp.int32(self.config.vocab_size),
+            tokens=tokens,
+        )
+        longest = [layer.max_length for layer in cache.layers if isinstance(layer, AttentionCache)]
+        if longest:
+            rows = gather_index(check_slots(slots, cache.num_slots, tokens.shape[0]), cache.num_slots)
+            end = cache.pointer.position[rows] + live.sum(axis=1)
+            checkify.debug_check(
+                jnp.all((end <= longest[0]) | ~live[:, 0]),
+                "a sequence must end within max_length={most}, got {end}",
+                most=jnp.int32(longest[0]),
+                end=end,
+            )
 
     def _logits(self, x: Array) -> Array:
         if self.lm_head is not None:

@@ -12,7 +12,7 @@ from flax import nnx
 from replayssm_jax.mixers import KimiDeltaAttention, KimiDeltaAttentionConfig
 from replayssm_jax.models import weights
 from replayssm_jax.models.attention import LatentAttention
-from replayssm_jax.models.config import check_model_type, check_supported, from_fields
+from replayssm_jax.models.config import check_model_type, check_supported, from_fields, require, section
 from replayssm_jax.models.decoder import Block, Decoder
 from replayssm_jax.models.layers import GatedMLP, RMSNorm
 from replayssm_jax.models.moe import SigmoidMoE, SigmoidRouting
@@ -61,9 +61,10 @@ class KimiLinearConfig:
         """
         check_model_type(config, ("kimi_linear",))
         check_supported(config, hidden_act="silu", moe_router_activation_func="sigmoid", mla_use_nope=True)
-        linear = config.get("linear_attn_config")
-        if not linear:
-            raise CheckpointError("config.json lacks linear_attn_config, which says which layers are recurrent")
+        linear = section(config, "linear_attn_config")  # says which layers are recurrent
+        require(config, "config.json", "num_hidden_layers", "linear_attn_config")
+        names = ("kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size")
+        require(linear, "linear_attn_config", *names)
         layers = range(1, config["num_hidden_layers"] + 1)
         if sorted([*linear["kda_layers"], *linear["full_attn_layers"]]) != list(layers):
             raise CheckpointError("linear_attn_config: kda_layers and full_attn_layers must name every layer from 1 once")

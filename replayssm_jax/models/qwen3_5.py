@@ -18,10 +18,14 @@ from replayssm_jax.models.config import (
     check_model_type,
     check_supported,
     from_fields,
+    section,
 )
 from replayssm_jax.models.decoder import Block, Decoder
 from replayssm_jax.models.layers import CenteredRMSNorm, GatedMLP
 from replayssm_jax.models.weights import Checkpoint, CheckpointError, Source
+
+
+_KINDS = ("linear_attention", "full_attention")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class Qwen3_5Config:
         Raises:
             CheckpointError: another model type, a missing key, or a value that this model does not implement.
         """
-        text = {**config, **config.get("text_config", {})}
+        text = {**config, **section(config, "text_config")}
         check_model_type(text, ("qwen3_5", "qwen3_5_text"))
         return from_fields(cls, qwen_keys(text))
 
@@ -78,25 +82,30 @@ def qwen_keys(text: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointError: a value that is not implemented, or no way to tell the layers.
     """
-    rope = dict(text.get("rope_parameters") or {})
+    rope = section(text, "rope_parameters")
     check_supported(text, hidden_act="silu", attention_bias=False, rope_scaling=None)
     check_supported(rope, rope_type="default")
     merged = {**text}
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in rope:
             merged[key] = rope[key]
-    if "layer_types" not in merged:
-        if "num_hidden_layers" not in merged:
-            raise CheckpointError("config.json lacks layer_types and num_hidden_layers")
+    count = merged.get("num_hidden_layers")
+    if merged.get("layer_types") is None:
         interval = merged.get("full_attention_interval", 4)
-        kinds = ("linear_attention", "full_attention")
-        merged["layer_types"] = [kinds[(i + 1) % interval == 0] for i in range(merged["num_hidden_layers"])]
+        if count is None:
+            raise CheckpointError("config.json lacks layer_types and num_hidden_layers")
+        if not all(isinstance(value, int) and value > 0 for value in (count, interval)):
+            raise CheckpointError(f"num_hidden_layers={count!r} and full_attention_interval={interval!r} must be positive")
+        merged["layer_types"] = [_KINDS[(i + 1) % interval == 0] for i in range(count)]
+    check_layer_types(merged["layer_types"], _KINDS)
+    if count is not None and count != len(merged["layer_types"]):
+        raise CheckpointError(f"num_hidden_layers={count!r}, but layer_types names {len(merged['layer_types'])} layers")
     return merged
 
 
 def check_qwen_sizes(config: Any) -> None:
     """Raises CheckpointError where the sizes of a Qwen config do not fit together."""
-    check_layer_types(config.layer_types, ("linear_attention", "full_attention"))
+    check_layer_types(config.layer_types, _KINDS)
     check_divisible("num_attention_heads", config.num_attention_heads, "num_key_value_heads", config.num_key_value_heads)
     check_divisible(
         "linear_num_value_heads", config.linear_num_value_heads, "linear_num_key_heads", config.linear_num_key_heads

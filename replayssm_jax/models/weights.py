@@ -32,7 +32,7 @@ def read_config(folder: str | pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not exist: a checkpoint folder holds config.json and safetensors files")
     try:
         config = json.loads(path.read_text(), object_hook=_decode_float)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no UTF-8
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(config).__name__}")
@@ -55,7 +55,7 @@ class Checkpoint:
         self._files: dict[str, Any] = {}
         index, single = self.folder / _INDEX, self.folder / _SINGLE
         if index.is_file():
-            self._file_of = dict(json.loads(index.read_text())["weight_map"])
+            self._file_of = _read_index(index)
             for file in sorted(set(self._file_of.values())):
                 if not (self.folder / file).is_file():
                     raise CheckpointError(f"{index} names {file}, which does not exist")
@@ -90,6 +90,13 @@ class Checkpoint:
         return self._files[file]
 
 
+def _read_index(path: pathlib.Path) -> dict[str, str]:
+    try:
+        return {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index: it must be JSON with a weight_map of tensors to files") from error
+
+
 def as_is(*tensors: np.ndarray) -> np.ndarray:
     """One tensor, or several joined along their first axis."""
     return tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
@@ -102,7 +109,10 @@ def linear(*tensors: np.ndarray) -> np.ndarray:
 
 def depthwise(*tensors: np.ndarray) -> np.ndarray:
     """[C, 1, W] -> [W, C]"""
-    return as_is(*tensors)[:, 0].T
+    joined = as_is(*tensors)
+    if joined.ndim != 3 or joined.shape[1] != 1:
+        raise ValueError("a depthwise convolution has the shape [C, 1, W]")
+    return joined[:, 0].T
 
 
 def stacked_linear(*tensors: np.ndarray) -> np.ndarray:
@@ -168,6 +178,9 @@ def load_into(
 
 def _laid_out(source: Source, names: list[str], checkpoint: Checkpoint) -> np.ndarray:
     parts = [checkpoint.read(name) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        if not jnp.issubdtype(part.dtype, jnp.floating):
+            raise CheckpointError(f"{name} in {checkpoint.folder} is {part.dtype}; only unquantised weights can be loaded")
     try:
         return source.layout(*parts)
     except (IndexError, ValueError) as error:
