@@ -142,7 +142,7 @@ def test_saved_weights_load_again(tmp_path, tied):
     nnx.update(subject, state)
     published = dict(published_tensors(subject, published_sources(sizes)))
     layers = ["linear_attention", "full_attention"]
-    folder = write(tmp_path, config(tie_word_embeddings=tied, layer_types=layers), published)
+    folder = write(tmp_path, config(tie_word_embeddings=tied, layer_types=layers, num_hidden_layers=2), published)
     check_same_weights(Qwen3_5.from_pretrained(folder), subject)
 
 

@@ -24,7 +24,6 @@ from replayssm_jax.models.decoder import Block, Decoder
 from replayssm_jax.models.layers import CenteredRMSNorm, GatedMLP
 from replayssm_jax.models.weights import Checkpoint, CheckpointError, Source
 
-
 _KINDS = ("linear_attention", "full_attention")
 
 
