@@ -78,7 +78,9 @@ def decode(
 
     def choose(cache: ModelCache, logits: jax.Array) -> jax.Array:
         keys = row_keys(FLAGS.seed, rows, cache.pointer.position)
-        return sample(logits, keys, temperature=FLAGS.temperature, top_p=FLAGS.top_p)
+        # a token from a distribution of NaN would look like any other: -1 marks it
+        finite = jnp.isfinite(logits).all(axis=-1)
+        return jnp.where(finite, sample(logits, keys, temperature=FLAGS.temperature, top_p=FLAGS.top_p), -1)
 
     @run
     def prefill(weights: Any, cache: ModelCache, tokens: jax.Array, lengths: jax.Array) -> tuple[ModelCache, jax.Array]:
@@ -100,6 +102,8 @@ def decode(
     started = time.perf_counter()
     for i in range(FLAGS.max_tokens):
         chosen.append(np.asarray(token))
+        if (chosen[-1] < 0).any():
+            raise ValueError(f"the model's logits are not finite after {i} tokens: its weights are damaged")
         if show is not None:
             print(show.push(int(chosen[-1][0])), end="", flush=True)
         if i + 1 < FLAGS.max_tokens:
