@@ -57,20 +57,40 @@ def take_rows(pool: Array, rows: Rows) -> Array:
     return pool.at[rows.read].get(mode="promise_in_bounds")
 
 
-def committed_records(buffer: ReplayBuffer, rows: Rows, window: int, count: Array) -> Block:
-    """The first ``count`` [B] records of each row in order of age, as float32; the rest of the L entries are zero."""
+def take_ring(buffer: ReplayBuffer, rows: Rows, window: int) -> tuple[ReplayBuffer, ReplayBuffer]:
+    """The rows' rings in order of age, and the buffer itself, to be written only after they have been read.
+
+    Returns:
+        A buffer whose entries are [B, ..., L, ...] with logical record j in row j, and the pool. The barrier between the two
+        is what lets XLA append in place: without it the pool would be copied for fear of a later read.
+    """
     ring = (rows.origin[:, None] + jnp.arange(window)) % window  # [B, L] physical row of logical record j
-    alive = jnp.arange(window) < count[:, None]
 
     def take(pool: Array) -> Array:
-        tail = (1,) * (pool.ndim - 3)
-        aged = jnp.take_along_axis(take_rows(pool, rows), ring.reshape(-1, 1, window, *tail), axis=2)
-        return jnp.where(alive.reshape(-1, 1, window, *tail), aged, jnp.zeros((), pool.dtype)).astype(jnp.float32)
+        index = ring.reshape(-1, 1, window, *(1,) * (pool.ndim - 3))
+        return jnp.take_along_axis(take_rows(pool, rows), index, axis=2)
 
-    update = take(buffer.update)
-    if buffer.weight is not None:
-        update = update * take(buffer.weight)[..., None]
-    return Block(key=take(buffer.key), update=update, log_decay=take(buffer.log_decay))
+    return jax.lax.optimization_barrier((jax.tree.map(take, buffer), buffer))
+
+
+def first_records(ring: ReplayBuffer, count: Array) -> Block:
+    """The first ``count`` [B] records of each row of a ring in order of age, as float32; the other entries are zero."""
+    window = ring.key.shape[2]
+    alive = jnp.arange(window) < count[:, None]
+
+    def mask(x: Array) -> Array:
+        dead = jnp.zeros((), x.dtype)
+        return jnp.where(alive.reshape(-1, 1, window, *(1,) * (x.ndim - 3)), x, dead).astype(jnp.float32)
+
+    update = mask(ring.update)
+    if ring.weight is not None:
+        update = update * mask(ring.weight)[..., None]
+    return Block(key=mask(ring.key), update=update, log_decay=mask(ring.log_decay))
+
+
+def committed_records(buffer: ReplayBuffer, rows: Rows, window: int, count: Array) -> Block:
+    """The first ``count`` [B] records of each row in order of age, as float32; the rest of the L entries are zero."""
+    return first_records(take_ring(buffer, rows, window)[0], count)
 
 
 def append_records(

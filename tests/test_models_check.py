@@ -30,6 +30,17 @@ def test_check_misses_a_model_whose_decay_is_slightly_off(tmp_path):
     assert not any(passed for _, passed in check_folder(folder, "float32", None))
 
 
+@pytest.mark.parametrize("file", ["states", "golden"])
+def test_check_misses_recordings_of_nan(tmp_path, file):
+    """NaN compares with nothing; it must not count as no error."""
+    folder = tmp_path / "mamba2"
+    shutil.copytree(GOLDENS / "mamba2", folder)
+    tensors = load_file(folder / f"{file}.safetensors")
+    broken = {name: np.full_like(x, np.nan) if x.dtype == np.float32 else x for name, x in tensors.items()}
+    save_file(broken, folder / f"{file}.safetensors")
+    assert not any(passed for _, passed in check_folder(folder, "float32", None))
+
+
 def test_check_names_a_folder_that_is_no_checkpoint_and_fails(tmp_path, capsys, monkeypatch):
     options = types.SimpleNamespace(FLAGS=types.SimpleNamespace(dtype="float32", implementation=None))
     monkeypatch.setattr("replayssm_jax.models.check.flags", options)

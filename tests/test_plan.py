@@ -115,3 +115,8 @@ def test_a_config_file_or_a_folder_is_read_and_a_wrong_one_is_named(tmp_path):
         plan.make_plan({"model_type": "gpt2"}, window=16, drafts=0)
     with pytest.raises(ValueError, match="window"):
         plan.make_plan(MAMBA2_2_7B, window=8, drafts=4)
+
+
+def test_a_window_by_hand_may_be_the_only_one_for_its_drafts():
+    planned = plan.make_plan(MAMBA2_2_7B, window=100, drafts=40)
+    assert plan.best_window(planned, 10.0) == 100
