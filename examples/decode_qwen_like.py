@@ -10,6 +10,7 @@ unless its vocabulary is bytes, tokenizer.json. At the end it says how fast it w
 
 import dataclasses
 import functools
+import logging
 import pathlib
 import sys
 import time
@@ -143,6 +144,8 @@ def print_text(tokenizer: Tokenizer, prompt: str, tokens: np.ndarray) -> None:
 
 
 def main(_: list[str]) -> None:
+    # absl shows what JAX says of each kind of device that is not there
+    logging.getLogger("jax").setLevel(logging.WARNING)
     try:
         model = Qwen3_5.from_pretrained(FLAGS.checkpoint, dtype=FLAGS.dtype)
         tokenizer = load_tokenizer(FLAGS.checkpoint, model.config.vocab_size)
