@@ -1,0 +1,6 @@
+"""Kernels for Hopper GPUs (H100, H200) in Pallas Mosaic GPU."""
+
+from pallas_kernels.hopper.step import StepConfig, step
+from pallas_kernels.hopper.tiles import Geometry, Interpret, Pool, Rows, Tokens, unsupported
+
+__all__ = ["Geometry", "Interpret", "Pool", "Rows", "StepConfig", "Tokens", "step", "unsupported"]

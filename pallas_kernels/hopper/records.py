@@ -1,0 +1,186 @@
+"""A row's committed records in shared memory: how they decay, how a tile reads them, how they are folded into it.
+
+Every exponent is a sum of log decays over the records in between, never a difference of running sums, and at most 0.
+Ring rows without a committed record may hold anything, NaN included: loops do not visit them, masks select them away.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper.tiles import (
+    COLUMNS,
+    SQUARE,
+    STATE,
+    TILE_ROWS,
+    VALUES,
+    Array,
+    Geometry,
+    Interpret,
+    Pool,
+    Ref,
+    along,
+    channels_layout,
+    copy_if,
+    f32,
+    iota,
+    load,
+    round_to_checkpoint,
+    swizzled_columns,
+)
+
+
+class Ring(NamedTuple):
+    """The records of one row, as one value head and one tile see them."""
+
+    key: Ref  # [L, K] record dtype
+    update: Ref  # [L, 64] float32 or record dtype
+    log_decay: Ref  # [L] or [L, K] float32; a channel gate's decays are replaced by decayed keys
+    weight: Ref | None  # [L] float32
+    start: Array  # ring row of record 0
+    count: Array  # committed records
+
+    @property
+    def window(self) -> int:
+        return self.key.shape[0]
+
+    def row(self, record: Array) -> Array:
+        return (self.start + record) & (self.window - 1)
+
+    def age(self, layout: Any, axis: int = 0, rank: int = 1) -> Array:
+        """The record in each ring row, along ``axis`` of an array over ring rows."""
+        return (iota((self.window,) * rank, axis, layout) - self.start) & (self.window - 1)
+
+
+def chunks_needed(start: Array, count: Array, window: int, chunk: int) -> list[Array]:
+    """Which chunks of ``chunk`` ring rows hold a committed record."""
+    end = start + count
+    return [
+        (count > 0) & ((start < first + chunk) & (end > first) | (end > window + first)) for first in range(0, window, chunk)
+    ]
+
+
+def request_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref, interpret: Interpret) -> int:
+    """Starts copying the ring's keys, chunks without records left out. Returns the arrivals to expect."""
+    needed = chunks_needed(ring.start, ring.count, ring.window, chunk)
+    for i, wanted in enumerate(needed):
+        rows = pl.ds(i * chunk, chunk)
+        copy_if(wanted, pool.key.at[slot, g, rows], ring.key.at[rows], arrived, interpret)
+    return len(needed)
+
+
+def request_updates(
+    pool: Pool,
+    slot: Array,
+    h: Array,
+    first: Array,
+    ring: Ring,
+    geometry: Geometry,
+    chunk: int,
+    arrived: Ref,
+    interpret: Interpret,
+) -> int:
+    """Starts copying what one tile, from value ``first`` on, needs of the ring's updates."""
+    values, arrivals = pl.ds(first, geometry.tile_rows), 0
+    for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
+        if geometry.tile_rows == TILE_ROWS:
+            rows = pl.ds(i * chunk, chunk)
+            copy_if(wanted, pool.update.at[slot, h, rows, values], ring.update.at[rows], arrived, interpret)
+            arrivals += 1
+            continue
+        for row in range(i * chunk, (i + 1) * chunk):
+            target = ring.update.at[row, pl.ds(0, geometry.tile_rows)]
+            copy_if(wanted, pool.update.at[slot, h, row, values], target, arrived, interpret)
+            arrivals += 1
+    return arrivals
+
+
+def request_decays(
+    pool: Pool,
+    slot: Array,
+    h: Array,
+    ring: Ring,
+    geometry: Geometry,
+    chunk: int,
+    arrived: Ref,
+    interpret: Interpret,
+) -> int:
+    """Starts copying the ring's log decays and weights."""
+    arrivals = 0
+    if geometry.channel_gate:
+        for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
+            rows = pl.ds(i * chunk, chunk)
+            copy_if(wanted, pool.log_decay.at[slot, h, rows], ring.log_decay.at[rows], arrived, interpret)
+            arrivals += 1
+    else:
+        copy_if(ring.count > 0, pool.log_decay.at[slot, h], ring.log_decay, arrived, interpret)
+        arrivals += 1
+    if ring.weight is not None:
+        copy_if(ring.count > 0, pool.weight.at[slot, h], ring.weight, arrived, interpret)
+        arrivals += 1
+    return arrivals
+
+
+def decay_heads(ring: Ring) -> tuple[Array, Array]:
+    """How much of each record is left, its weight included, and of the checkpoint: [L] by ring row, dead ones 0, and a scalar."""
+    by_row, by_column = SQUARE.reduce(1), SQUARE.reduce(0)
+    log_decay = load(ring.log_decay, by_column)
+    total = jnp.exp(jnp.sum(jnp.where(ring.age(by_column) < ring.count, log_decay, 0.0)))
+    row, column = ring.age(SQUARE, 0, 2), ring.age(SQUARE, 1, 2)
+    younger = (column > row) & (column < ring.count)
+    left = jnp.exp(jnp.sum(jnp.where(younger, along(log_decay, younger.shape, 1), 0.0), axis=1))
+    if ring.weight is not None:
+        left = left * load(ring.weight, by_row)
+    return jnp.where(ring.age(by_row) < ring.count, left, 0.0), total
+
+
+def decay_channels(ring: Ring, since: Array) -> Array:
+    """Replaces the ring's log decays by its keys, weighted and decayed up to now; ``since`` [K] is the log decay after the last.
+
+    Returns:
+        The log decay of the checkpoint. [K] float32
+    """
+    channels = channels_layout(ring.key.shape[1])
+
+    def one(i: Array, elapsed: Array) -> Array:
+        row = ring.row(ring.count - 1 - i)
+        log_decay = load(ring.log_decay.at[row], channels)
+        key = load(ring.key.at[row], channels).astype(f32) * jnp.exp(elapsed)
+        ring.log_decay[row] = key if ring.weight is None else key * ring.weight[row]
+        return elapsed + log_decay
+
+    return lax.fori_loop(0, ring.count, one, since)
+
+
+def fold(tile: Ref, ring: Ring, decayed_key: Ref, left: Ref | None, total: Any, geometry: Geometry) -> None:
+    """Folds the committed records into a tile in shared memory: S <- S total + sum_l left_l update_l key_l^T, rounded once.
+
+    In float32 on the CUDA cores: exact, and hidden behind the tile's read and write.
+
+    Args:
+        tile: [64, K] checkpoint dtype
+        ring: the records; only its start, count and updates are used.
+        decayed_key: [L, K]; with a head gate the keys as they are.
+        left: factor of each record by ring row, [L], or None with a channel gate.
+        total: what is left of the checkpoint: a scalar, or with a channel gate a reference to [K].
+        geometry: sizes of the call.
+    """
+    width = swizzled_columns(geometry.checkpoint_dtype, geometry.key_dim)
+    for first in range(0, geometry.key_dim, width):
+        columns = pl.ds(first, width)
+        shape = (TILE_ROWS, width)
+        remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
+
+        def one(j: Array, state: Array, columns: Any = columns, shape: tuple[int, int] = shape) -> Array:
+            row = ring.row(j)
+            update = load(ring.update.at[row], VALUES).astype(f32)
+            if left is not None:
+                update = update * left[row]
+            key = load(decayed_key.at[row, columns], COLUMNS).astype(f32)
+            return state + along(update, shape, 0) * along(key, shape, 1)
+
+        state = load(tile.at[:, columns], STATE).astype(f32) * remains
+        state = lax.fori_loop(0, ring.count, one, state)
+        tile[:, columns] = round_to_checkpoint(state, geometry.checkpoint_dtype)

@@ -1,0 +1,212 @@
+"""What the kernels for Hopper share: the call's geometry, register layouts, copies into shared memory.
+
+One warpgroup (128 threads) works on a tile of the state: up to 64 of a value head's V rows by all of its K columns. Rows of a
+tile never mix, so a tile of fewer rows (V = 80 is two tiles of 40) leaves the rest of the 64 as rubbish that nobody stores.
+
+Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key dim, L ring rows.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+
+Array = jax.Array
+Ref = Any
+Interpret = plgpu.InterpretGPUParams | None
+
+f32, bf16, i32 = jnp.float32, jnp.bfloat16, jnp.int32
+
+# A tile of the state in registers: a warp holds 16 rows, four neighbouring lanes one of them.
+STATE = plgpu.Layout.WGMMA
+VALUES = STATE.reduce(1)  # [64], one per row of the tile
+COLUMNS = STATE.reduce(0)  # one per column of the tile, in every warp
+TILE_ROWS = 64
+
+
+def _tiled(tiles: tuple[tuple[int, ...], ...]) -> Any:
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+# Square masks over ring rows: 16 rows by 16 columns at a time.
+SQUARE = _tiled(((16, 16), (4, 16), (2,)))
+_RECORDS_64 = _tiled(((16, 64), (4, 64), (8,)))
+_RECORDS_32 = _tiled(((16, 32), (4, 32), (4,)))
+_EVERY_WARP = plgpu.Layout.TILED(
+    plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+)
+
+
+def records_layout(key_dim: int) -> Any:
+    """[16 n, K]: four rows a warp, eight lanes a row."""
+    return _RECORDS_32 if key_dim % 64 else _RECORDS_64
+
+
+def channels_layout(key_dim: int) -> Any:
+    """[K]: every thread owns whole channels. Where K does not fill the warpgroup, each warp does all of them."""
+    return _EVERY_WARP if key_dim % 128 else plgpu.Layout.WG_STRIDED((key_dim,), vec_size=1)
+
+
+class Rows(NamedTuple):
+    """Where the call's rows stand. A row whose slot is outside [0, N) or whose length is 0 is padding."""
+
+    slots: Array  # [B] int32
+    lengths: Array  # [B] int32, real tokens
+    length: Array  # [N] int32, committed records
+    origin: Array  # [N] int32, tokens folded so far: record j lies in ring row (origin + j) mod L
+
+
+class Tokens(NamedTuple):
+    """Inputs of T tokens; queries and keys (without a delta rule values too) in the ring's dtype."""
+
+    q: Array  # [B, T, G, K]
+    k: Array  # [B, T, G, K]
+    v: Array  # [B, T, H, V]
+    log_decay: Array  # [B, T, H] or [B, T, H, K] float32
+    beta: Array  # [B, T, H] float32
+    q_scale: Array  # [B, T, G] float32
+    k_scale: Array  # [B, T, G] float32
+
+
+class Pool(NamedTuple):
+    """The state of N slots, as references that a kernel updates in place."""
+
+    checkpoint: Ref  # [N, H, V, K] float32, bfloat16 or float16
+    key: Ref  # [N, G, L, K] record dtype
+    update: Ref  # [N, H, L, V] float32 with the delta rule, else the record dtype
+    log_decay: Ref  # [N, H, L] or [N, H, L, K] float32
+    weight: Ref | None  # [N, H, L] float32 without the delta rule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Geometry:
+    """Static sizes of one call."""
+
+    rows: int
+    slots: int
+    tokens: int
+    value_heads: int
+    key_heads: int
+    value_dim: int
+    key_dim: int
+    window: int
+    max_draft: int
+    delta_rule: bool
+    channel_gate: bool
+    checkpoint_dtype: Any
+    record_dtype: Any
+    value_dtype: Any
+
+    @property
+    def group_size(self) -> int:
+        return self.value_heads // self.key_heads
+
+    @property
+    def update_dtype(self) -> Any:
+        return f32 if self.delta_rule else self.record_dtype
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile: the largest multiple of 8, at most 64, that divides V."""
+        return max(r for r in range(8, TILE_ROWS + 1, 8) if self.value_dim % r == 0)
+
+    @property
+    def tiles(self) -> int:
+        return self.value_dim // self.tile_rows
+
+    @property
+    def readers(self) -> int:
+        """Columns that each token reads the state with: its query, and with the delta rule its key."""
+        return 2 if self.delta_rule else 1
+
+
+def unsupported(geometry: Geometry) -> str | None:
+    """Why the kernels cannot serve a call, with what would work; None if they can."""
+    g = geometry
+    if g.window not in (16, 32):
+        return f"window={g.window}: the GPU kernels take window=16 or window=32"
+    if g.key_dim % 32 or g.key_dim > 256:
+        return f"key_dim={g.key_dim}: the GPU kernels take multiples of 32 up to 256"
+    if g.value_dim % 8:
+        return f"value_dim={g.value_dim}: the GPU kernels take multiples of 8"
+    if g.tokens > 16:
+        return f"T={g.tokens} drafts: the GPU kernels take up to 16"
+    return None
+
+
+def state_tile(geometry: Geometry) -> Any:
+    """Shared memory for one tile of the state, swizzled so that a warp reads it without bank conflicts."""
+    dtype = jnp.dtype(geometry.checkpoint_dtype)
+    return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype, geometry.key_dim))
+
+
+def swizzled(dtype: Any, columns: int) -> tuple[Any, Any]:
+    """Transforms of a [8 m, columns] array whose rows are cut into the widest swizzle that divides them."""
+    width = swizzled_columns(dtype, columns)
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
+
+
+def swizzled_columns(dtype: Any, columns: int) -> int:
+    """Columns of one swizzle atom: 128 bytes, or as many as divide the row. Slices of a swizzled array are multiples of it."""
+    size = jnp.dtype(dtype).itemsize
+    return next(width // size for width in (128, 64, 32) if columns * size % width == 0)
+
+
+def load(ref: Ref, layout: Any) -> Array:
+    """Reads shared memory into registers. The layouts' own conflict-free path would cost a select per element."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
+    """A vector over ``axis`` of a matrix, repeated along the other."""
+    return lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def iota(shape: tuple[int, ...], axis: int, layout: Any) -> Array:
+    return plgpu.broadcasted_iota(i32, shape, axis, layout=layout)
+
+
+def barrier() -> None:
+    """All threads of the warpgroup see each other's writes to shared memory.
+
+    ``commit_smem`` would add a fence that only a later TMA or wgmma read of them needs.
+    """
+    plgpu.inline_mgpu()(lambda context: mgpu_utils.warpgroup_barrier())()
+
+
+def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: Interpret) -> None:
+    """A copy to shared memory that counts as an arrival either way; interpret mode knows no predicates and always copies."""
+    predicate = {} if interpret is not None else {"predicate": needed}
+    plgpu.copy_gmem_to_smem(source, target, arrived, **predicate)
+
+
+def copy_rows(source: Any, target: Ref, count: int, geometry: Geometry, arrived: Ref) -> int:
+    """``count`` rows of a tile's values into a [count, 64] buffer; returns the arrivals that this makes.
+
+    ``source(i)`` is one row in global memory, ``source(None)`` all of them.
+    """
+    if geometry.tile_rows == TILE_ROWS:
+        plgpu.copy_gmem_to_smem(source(None), target, arrived)
+        return 1
+    for i in range(count):
+        plgpu.copy_gmem_to_smem(source(i), target.at[i, pl.ds(0, geometry.tile_rows)], arrived)
+    return count
+
+
+def round_to_checkpoint(x: Array, dtype: Any) -> Array:
+    """The one rounding of a flush. Saturates at the dtype's largest value and keeps NaN."""
+    if dtype == f32:
+        return x
+    limit = float(jnp.finfo(dtype).max)
+    return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x)).astype(dtype)
+
+
+def compiler_params() -> Any:
+    # Barriers are placed by hand, where data crosses threads. Every shared buffer is padded to 1 KB, so the default scratch
+    # for reductions across warps, which no kernel here does, would cost residency.
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
