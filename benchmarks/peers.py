@@ -33,7 +33,8 @@ from benchmarks.peers_timing import WINDOW, ceiling, measure, window_mean  # noq
 BATCHES = (1, 8, 32, 128, 256, 512)
 VERIFY_TOKENS = (5, 9)
 PARTS = ("step", "verify", "snapshots")
-# [value heads, key heads] and [V, K]; the first of a family is its headline and gets all parts, the others steps
+FEW_RECORDS = (0, 7, WINDOW - 2)
+# [value heads, key heads] and [V, K]; the first of a family is its headline and gets all parts, the others steps at FEW_RECORDS
 GEOMETRIES: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {
     "gdn": [((64, 16), (128, 128)), ((32, 16), (128, 128))],
     "mamba2": [((128, 8), (64, 128))],
@@ -90,6 +91,11 @@ def plan(families: Sequence[str], batches: Sequence[int], parts: Sequence[str], 
                 elif index > 0 and part == "step" and not quick:
                     others.append(job)
     return headline + others
+
+
+def records_of(job: Job, quick: bool = False) -> tuple[int, ...]:
+    """Numbers of records at which a job's steps are timed."""
+    return FEW_RECORDS if quick or job.heads != GEOMETRIES[job.family][0][0] else tuple(range(WINDOW - 1))
 
 
 def calls_of(job: Job, records: Sequence[int]) -> list[Any]:
@@ -182,7 +188,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if unknown:
         parser.error(f"{unknown=}; families are {', '.join(GEOMETRIES)}, parts are {', '.join(PARTS)}")
     options.batches = options.batches or ((8, 256) if options.quick else BATCHES)
-    options.records = (0, 7, WINDOW - 2) if options.quick else tuple(range(WINDOW - 1))
     return options
 
 
@@ -214,7 +219,7 @@ def main() -> None:
     results |= {"ceiling": ceiling(), "notes": NOTES, "sources": SOURCES, "checks": checked, "measurements": []}
     say(f"{results['device']}: {results['ceiling']}")
     for job in jobs:
-        entries = run_job(job, options.records, options.samples)
+        entries = run_job(job, records_of(job, options.quick), options.samples)
         torch.cuda.empty_cache()
         results["measurements"] += entries
         options.out.write_text(json.dumps(results, indent=1))

@@ -1,7 +1,7 @@
 """Each published kernel against the recurrence in float32, so that a timed call is known to be a right call.
 
 The inputs are bfloat16 on both sides, the published kernels round outputs and records to bfloat16 and multiply in TF32 or
-bfloat16: relative errors of some 1e-3 are expected, a wrong argument gives errors of order one.
+bfloat16: relative errors of some 1e-3, and 1e-2 late in a window, are expected; a wrong argument gives errors of order one.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from benchmarks.peers_mamba2 import Mamba2Layer
 from benchmarks.peers_timing import WINDOW
 
 ROWS = 8
-SOUND = 2e-2  # relative error below which a call is taken to be right
+SOUND = 5e-2  # relative error below which a call is taken to be right
 
 
 def relative_error(got: Any, expected: Any) -> float:

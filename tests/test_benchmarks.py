@@ -113,6 +113,11 @@ def test_plan_puts_headlines_first_and_gives_other_shapes_steps_only():
     assert {job.heads for job in others} == {(32, 16), (64, 64), (96, 96)}
     assert jobs[-len(others) :] == others
     assert {job.heads for job in peers.plan(["kda"], (8,), peers.PARTS, quick=True)} == {(32, 32)}
+    assert (len(peers.records_of(jobs[0])), len(peers.records_of(jobs[0], quick=True)), len(peers.records_of(others[0]))) == (
+        15,
+        3,
+        3,
+    )
 
 
 def test_command_line_refuses_unknown_families(capsys):
