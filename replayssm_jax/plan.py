@@ -26,7 +26,7 @@ from flax import nnx
 
 from replayssm_jax.mixers import MixerCache
 from replayssm_jax.models import MODELS, CheckpointError, Decoder
-from replayssm_jax.models.attention import AttentionCache
+from replayssm_jax.models.attention_cache import AttentionCache
 from replayssm_jax.models.config import check_model_type
 from replayssm_jax.models.moe import Experts
 from replayssm_jax.models.weights import read_config

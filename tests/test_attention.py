@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from replayssm_jax import init_pointer
-from replayssm_jax.models.attention import AttentionCache, attend_cached, init_attention_cache, rotate
+from replayssm_jax.models.attention import rotate
+from replayssm_jax.models.attention_cache import AttentionCache, attend_cached, init_attention_cache
 from tests.mixer_runs import quick_jit
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

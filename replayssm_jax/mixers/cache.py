@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from replayssm_jax.per_device import over_heads
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.prefill import prefill as prefill_state
 from replayssm_jax.replay import verify
+from replayssm_jax.sharding import Sharding
 from replayssm_jax.slots import check_slots, scatter_index
 from replayssm_jax.state import Recurrence, ReplayBuffer, ReplayPolicy, ReplayState, Tokens, init_state
 from replayssm_jax.trees import register
@@ -95,8 +98,9 @@ def advance(
     lengths: Array | None,
     prefill: bool,
     implementation: str | None,
+    sharding: Sharding | None,
 ) -> tuple[MixerCache, Array]:
     """Runs a mixer's tokens through ``prefill`` or ``verify`` and stores the new ``conv``. Returns outputs [B, T, H, V]."""
-    run = prefill_state if prefill else verify
-    state, out = run(cache.state(pointer), tokens, slots, lengths, implementation=implementation)
+    run = functools.partial(prefill_state if prefill else verify, implementation=implementation)
+    state, out = over_heads(sharding, run, cache.state(pointer), tokens, slots, lengths)
     return dataclasses.replace(cache, conv=conv, checkpoint=state.checkpoint, buffer=state.buffer), out

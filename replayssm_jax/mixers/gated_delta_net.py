@@ -20,6 +20,7 @@ from flax import nnx
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
+from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
 from replayssm_jax.trees import check_divides, check_positive_int
 
@@ -94,6 +95,7 @@ class GatedDeltaNet(nnx.Module):
         self, config: GatedDeltaNetConfig, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         hidden, heads = config.hidden_size, config.num_value_heads
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.in_proj_qkv = linear(hidden, config.conv_channels, **types)
@@ -106,10 +108,15 @@ class GatedDeltaNet(nnx.Module):
         self.norm = nnx.Param(jnp.ones(config.value_head_dim, param_dtype))
         self.out_proj = linear(config.value_width, hidden, **types)
 
+    @property
+    def recurrence(self) -> Recurrence:
+        """Of this mixer's caches: the config's, split over the mesh if there is one."""
+        return self.config.recurrence if self.sharding is None else self.sharding.split(self.config.recurrence)
+
     def init_cache(self, num_slots: int, policy: ReplayPolicy | None = None) -> MixerCache:
         """A cache of fresh slots; a policy of None is the default one with records in this mixer's dtype."""
         c = self.config
-        return init_mixer_cache(c.recurrence, policy, num_slots, c.conv_width, c.conv_channels, self.dtype)
+        return init_mixer_cache(self.recurrence, policy, num_slots, c.conv_width, c.conv_channels, self.dtype)
 
     def __call__(
         self,
@@ -139,11 +146,11 @@ class GatedDeltaNet(nnx.Module):
             TypeError, ValueError, NotImplementedError: as ``replayssm_jax.verify``.
         """
         check_hidden(x, self.config.hidden_size)
-        check_cache(cache, self.config.recurrence, self.config.conv_width, self.config.conv_channels, self.dtype)
+        check_cache(cache, self.recurrence, self.config.conv_width, self.config.conv_channels, self.dtype)
         x = x.astype(self.dtype)
         conv, qkv = self.conv1d(cache.conv, self.in_proj_qkv(x), pointer, slots, lengths)
         tokens = self._tokens(x, qkv)
-        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation)
+        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation, self.sharding)
         z = self.in_proj_z(x).reshape(out.shape).astype(jnp.float32)
         gated = rms_norm(out, self.config.norm_eps) * self.norm[...].astype(jnp.float32) * jax.nn.silu(z)
         y = self.out_proj(gated.reshape(*x.shape[:2], -1).astype(self.dtype))

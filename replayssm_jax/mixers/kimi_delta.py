@@ -21,6 +21,7 @@ from flax import nnx
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
+from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
 from replayssm_jax.trees import check_positive_int
 
@@ -79,6 +80,7 @@ class KimiDeltaAttention(nnx.Module):
         self, config: KimiDeltaAttentionConfig, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs
     ):
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         hidden, width, heads = config.hidden_size, config.width, config.num_heads
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.q_proj, self.k_proj, self.v_proj = (linear(hidden, width, **types) for _ in range(3))
@@ -93,10 +95,15 @@ class KimiDeltaAttention(nnx.Module):
         self.o_norm = nnx.Param(jnp.ones(config.head_dim, param_dtype))
         self.o_proj = linear(width, hidden, **types)
 
+    @property
+    def recurrence(self) -> Recurrence:
+        """Of this mixer's caches: the config's, split over the mesh if there is one."""
+        return self.config.recurrence if self.sharding is None else self.sharding.split(self.config.recurrence)
+
     def init_cache(self, num_slots: int, policy: ReplayPolicy | None = None) -> MixerCache:
         """A cache of fresh slots; a policy of None is the default one with records in this mixer's dtype."""
         c = self.config
-        return init_mixer_cache(c.recurrence, policy, num_slots, c.conv_width, 3 * c.width, self.dtype)
+        return init_mixer_cache(self.recurrence, policy, num_slots, c.conv_width, 3 * c.width, self.dtype)
 
     def __call__(
         self,
@@ -111,12 +118,12 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[MixerCache, Array]:
         """A token, T drafts or (with ``prefill``) a prompt of each row. See ``GatedDeltaNet.__call__``."""
         check_hidden(x, self.config.hidden_size)
-        check_cache(cache, self.config.recurrence, self.config.conv_width, 3 * self.config.width, self.dtype)
+        check_cache(cache, self.recurrence, self.config.conv_width, 3 * self.config.width, self.dtype)
         x = x.astype(self.dtype)
         qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
         conv, qkv = self.conv1d(cache.conv, qkv, pointer, slots, lengths)
         tokens = self._tokens(x, qkv)
-        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation)
+        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation, self.sharding)
         gate = self.g_b_proj(self.g_a_proj(x)).reshape(out.shape).astype(jnp.float32)
         gated = rms_norm(out, self.config.norm_eps) * self.o_norm[...].astype(jnp.float32) * jax.nn.sigmoid(gate)
         y = self.o_proj(gated.reshape(*x.shape[:2], -1).astype(self.dtype))

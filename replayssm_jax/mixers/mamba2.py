@@ -20,6 +20,7 @@ from flax import nnx
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, linear, live_mask, rms_norm
 from replayssm_jax.pointer import ReplayPointer
+from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
 from replayssm_jax.trees import check_divides, check_positive_int
 
@@ -96,6 +97,7 @@ class Mamba2(nnx.Module):
 
     def __init__(self, config: Mamba2Config, *, dtype: Any = jnp.float32, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         hidden, inner, heads = config.hidden_size, config.inner_width, config.num_heads
         types: dict[str, Any] = {"bias": config.proj_bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.in_proj = linear(hidden, inner + config.conv_channels + heads, **types)
@@ -108,10 +110,15 @@ class Mamba2(nnx.Module):
         self.norm = nnx.Param(jnp.ones(inner, param_dtype))
         self.out_proj = linear(inner, hidden, **types)
 
+    @property
+    def recurrence(self) -> Recurrence:
+        """Of this mixer's caches: the config's, split over the mesh if there is one."""
+        return self.config.recurrence if self.sharding is None else self.sharding.split(self.config.recurrence)
+
     def init_cache(self, num_slots: int, policy: ReplayPolicy | None = None) -> MixerCache:
         """A cache of fresh slots; a policy of None is the default one with records in this mixer's dtype."""
         c = self.config
-        return init_mixer_cache(c.recurrence, policy, num_slots, c.conv_width, c.conv_channels, self.dtype)
+        return init_mixer_cache(self.recurrence, policy, num_slots, c.conv_width, c.conv_channels, self.dtype)
 
     def __call__(
         self,
@@ -127,11 +134,11 @@ class Mamba2(nnx.Module):
         """A token, T drafts or (with ``prefill``) a prompt of each row. See ``GatedDeltaNet.__call__``."""
         c = self.config
         check_hidden(x, c.hidden_size)
-        check_cache(cache, c.recurrence, c.conv_width, c.conv_channels, self.dtype)
+        check_cache(cache, self.recurrence, c.conv_width, c.conv_channels, self.dtype)
         z, xbc, dt = jnp.split(self.in_proj(x.astype(self.dtype)), [c.inner_width, c.inner_width + c.conv_channels], axis=-1)
         conv, xbc = self.conv1d(cache.conv, xbc, pointer, slots, lengths)
         tokens = self._tokens(xbc, dt)
-        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation)
+        cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation, self.sharding)
         out = out.astype(jnp.float32) + self.D[...][:, None] * tokens.v.astype(jnp.float32)
         gated = out.reshape(z.shape) * jax.nn.silu(z.astype(jnp.float32))
         normed = rms_norm(gated.reshape(*x.shape[:2], c.norm_groups, -1), c.norm_eps).reshape(z.shape)

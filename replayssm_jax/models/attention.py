@@ -1,4 +1,4 @@
-"""Full attention beside the recurrent layers. Its cache is addressed by position, so a rejected draft is overwritten."""
+"""Full attention beside the recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,106 +11,15 @@ from flax import nnx
 from jax import lax
 
 from replayssm_jax.mixers.parts import linear
+from replayssm_jax.models.attention_cache import AttentionCache, attend_cached, cached_heads, init_attention_cache
 from replayssm_jax.models.layers import CenteredRMSNorm, RMSNorm
 from replayssm_jax.pointer import ReplayPointer
-from replayssm_jax.slots import check_counts, check_slots, gather_index, in_range
-from replayssm_jax.trees import check_positive_int, register
+from replayssm_jax.sharding import Sharding
+from replayssm_jax.slots import check_slots, gather_index
 
 Array = jax.Array
 
-# Queries of a prompt that attend at a time: bounds the scores at this many times the cache's length.
-_QUERY_BLOCK = 256
-
 _LATENT_EPS = 1e-6  # of the norms of latents, whatever the model's own epsilon
-
-
-@register(("key", "value"))
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionCache:
-    """Keys and values by slot and position. S is the longest sequence a slot can hold.
-
-    Attributes:
-        key: [N, S, heads, head_dim]
-        value: the same, or None where the keys are the values too (latent attention). [N, S, heads, head_dim]
-    """
-
-    key: Array
-    value: Array | None
-
-    @property
-    def max_length(self) -> int:
-        return self.key.shape[1]
-
-    def reset(self, slots: Array) -> AttentionCache:
-        """Nothing to do: positions at or behind the pointer are never read."""
-        del slots
-        return self
-
-
-def init_attention_cache(num_slots: int, max_length: int, heads: int, head_dim: int, dtype: Any) -> AttentionCache:
-    """An empty cache for ``num_slots`` sequences of up to ``max_length`` tokens."""
-    check_positive_int("num_slots", num_slots)
-    check_positive_int("max_length", max_length)
-    shape = (num_slots, max_length, heads, head_dim)
-    return AttentionCache(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
-
-
-def attend_cached(
-    cache: AttentionCache,
-    q: Array,
-    k: Array,
-    v: Array | None,
-    pointer: ReplayPointer,
-    slots: Array | None,
-    lengths: Array | None,
-    scale: float | None = None,
-) -> tuple[AttentionCache, Array]:
-    """Writes keys and values of T tokens at the rows' positions and attends causally to everything up to each of them.
-
-    Args:
-        cache: of this layer.
-        q: [B, T, heads, head_dim], rotated
-        k: [B, T, kv_heads, head_dim]
-        v: the same, or None where the cache keeps no values.
-        pointer: before these tokens.
-        slots, lengths: as in ``replayssm_jax.verify``.
-        scale: of the scores, None for head_dim ** -0.5.
-
-    Returns:
-        The cache and the attention's outputs [B, T, heads, head_dim]; dead tokens give garbage.
-        Tokens past the cache's end are not written: keep ``pointer.position + T <= max_length``.
-    """
-    num_slots = cache.key.shape[0]
-    slots = check_slots(slots, num_slots, q.shape[0])
-    lengths = check_counts(lengths, q.shape[0], q.shape[1], "lengths")
-    read, position = gather_index(slots, num_slots), pointer.position[gather_index(slots, num_slots)]
-    token = jnp.arange(q.shape[1])
-    live = in_range(slots, num_slots)[:, None] & (token < lengths[:, None])
-    target = jnp.where(live, slots[:, None], num_slots), position[:, None] + token
-
-    def write(pool: Array, values: Array) -> Array:
-        return pool.at[target].set(values.astype(pool.dtype), mode="drop")
-
-    cache = AttentionCache(key=write(cache.key, k), value=None if cache.value is None or v is None else write(cache.value, v))
-    keys = cache.key[read]
-    values = keys if cache.value is None else cache.value[read]
-    # a masked score does not make a NaN value harmless: what lies past the row's last token is cut off by value
-    past_end = jnp.arange(cache.max_length) >= (position + lengths)[:, None]
-    values = jnp.where(past_end[..., None, None], 0, values)
-
-    def attend(q: Array, token: Array) -> Array:
-        visible = jnp.arange(cache.max_length) <= position[:, None, None] + token[:, None]  # [B, T, S]
-        with jax.default_matmul_precision("highest"):
-            return jax.nn.dot_product_attention(q, keys, values, mask=visible[:, None], scale=scale)
-
-    if q.shape[1] <= _QUERY_BLOCK:
-        return cache, attend(q, token)
-    blocks = -(-q.shape[1] // _QUERY_BLOCK)
-    padded = jnp.pad(q, [(0, 0), (0, blocks * _QUERY_BLOCK - q.shape[1]), (0, 0), (0, 0)])
-    split = jnp.swapaxes(padded.reshape(q.shape[0], blocks, _QUERY_BLOCK, *q.shape[2:]), 0, 1)
-    starts = jnp.arange(blocks) * _QUERY_BLOCK
-    out = lax.map(lambda block: attend(block[0], block[1] + jnp.arange(_QUERY_BLOCK)), (split, starts))
-    return cache, jnp.swapaxes(out, 0, 1).reshape(padded.shape)[:, : q.shape[1]]
 
 
 def rotate(x: Array, position: Array, theta: float, rotary_dim: int) -> Array:
@@ -148,6 +57,7 @@ class GatedAttention(nnx.Module):
     ):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.rotary_dim, self.rope_theta, self.dtype = rotary_dim, rope_theta, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.q_proj = linear(hidden, 2 * num_heads * head_dim, **types)  # per head: query, gate
         self.k_proj = linear(hidden, num_kv_heads * head_dim, **types)
@@ -157,7 +67,8 @@ class GatedAttention(nnx.Module):
         self.o_proj = linear(num_heads * head_dim, hidden, **types)
 
     def init_cache(self, num_slots: int, max_length: int) -> AttentionCache:
-        return init_attention_cache(num_slots, max_length, self.num_kv_heads, self.head_dim, self.dtype)
+        heads = cached_heads(self.num_heads, self.num_kv_heads, self.sharding)
+        return init_attention_cache(num_slots, max_length, heads, self.head_dim, self.dtype)
 
     def __call__(
         self,
@@ -177,7 +88,7 @@ class GatedAttention(nnx.Module):
         position = pointer.position[read][:, None] + jnp.arange(count)
         q = rotate(self.q_norm(q), position, self.rope_theta, self.rotary_dim)
         k = rotate(self.k_norm(k), position, self.rope_theta, self.rotary_dim)
-        cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths)
+        cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths, sharding=self.sharding)
         out = out * jax.nn.sigmoid(gate)
         return cache, self.o_proj(out.reshape(rows, count, -1))
 
@@ -199,6 +110,7 @@ class PlainAttention(nnx.Module):
     ):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         self.dtype = jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         types: dict[str, Any] = {"bias": bias, "dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
         self.q_proj = linear(hidden, num_heads * head_dim, **types)
         self.k_proj = linear(hidden, num_kv_heads * head_dim, **types)
@@ -206,7 +118,8 @@ class PlainAttention(nnx.Module):
         self.o_proj = linear(num_heads * head_dim, hidden, **types)
 
     def init_cache(self, num_slots: int, max_length: int) -> AttentionCache:
-        return init_attention_cache(num_slots, max_length, self.num_kv_heads, self.head_dim, self.dtype)
+        heads = cached_heads(self.num_heads, self.num_kv_heads, self.sharding)
+        return init_attention_cache(num_slots, max_length, heads, self.head_dim, self.dtype)
 
     def __call__(
         self,
@@ -222,7 +135,7 @@ class PlainAttention(nnx.Module):
         q = self.q_proj(x).reshape(rows, count, self.num_heads, self.head_dim)
         k = self.k_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
         v = self.v_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
-        cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths)
+        cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths, sharding=self.sharding)
         return cache, self.o_proj(out.reshape(rows, count, -1))
 
 
@@ -262,6 +175,7 @@ class LatentAttention(nnx.Module):
     ):
         self.num_heads, self.head_dim, self.shared_dim = num_heads, head_dim, shared_dim
         self.value_dim, self.kv_rank, self.dtype = value_dim, kv_rank, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype}
         width = num_heads * (head_dim + shared_dim)
         if q_rank is None:
@@ -277,7 +191,8 @@ class LatentAttention(nnx.Module):
         self.o_proj = linear(num_heads * value_dim, hidden, bias=bias, rngs=rngs, **types)
 
     def init_cache(self, num_slots: int, max_length: int) -> AttentionCache:
-        cache = init_attention_cache(num_slots, max_length, 1, self.kv_rank + self.shared_dim, self.dtype)
+        heads = cached_heads(self.num_heads, 1, self.sharding)
+        cache = init_attention_cache(num_slots, max_length, heads, self.kv_rank + self.shared_dim, self.dtype)
         return dataclasses.replace(cache, value=None)
 
     def __call__(
@@ -300,7 +215,7 @@ class LatentAttention(nnx.Module):
         q = jnp.einsum("bthd,rhd->bthr", q, up_key, precision=lax.Precision.HIGHEST)
         q = jnp.concatenate([q, q_shared], axis=-1)
         scale = (self.head_dim + self.shared_dim) ** -0.5
-        cache, out = attend_cached(cache, q, token, None, pointer, slots, lengths, scale)
+        cache, out = attend_cached(cache, q, token, None, pointer, slots, lengths, scale, self.sharding)
         out = jnp.einsum("bthr,rhd->bthd", out[..., : self.kv_rank], up_value, precision=lax.Precision.HIGHEST)
         return cache, self.o_proj(out.reshape(rows, count, -1))
 

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
@@ -19,15 +20,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental import checkify
+from jax.sharding import Mesh
 
 from replayssm_jax import pointer as pointer_lib
 from replayssm_jax.mixers import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from replayssm_jax.mixers.parts import linear, live_mask
 from replayssm_jax.models import weights
-from replayssm_jax.models.attention import ATTENTIONS, AttentionCache
+from replayssm_jax.models.attention import ATTENTIONS
+from replayssm_jax.models.attention_cache import AttentionCache
 from replayssm_jax.models.cache import ModelCache
+from replayssm_jax.models.placement import attach, check_tokens, decode_over_slots, parameter_sharding
 from replayssm_jax.models.weights import Checkpoint, Source
 from replayssm_jax.pointer import ReplayPointer, init_pointer
+from replayssm_jax.sharding import Sharding
 from replayssm_jax.slots import check_slots, gather_index
 from replayssm_jax.state import ReplayPolicy
 
@@ -94,6 +99,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Any, blocks: list[Block], norm: Any, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
         self.config, self.dtype = config, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
         shape = (config.vocab_size, config.hidden_size)
         self.embed_tokens = nnx.Param(jax.random.normal(rngs.params(), shape, param_dtype) * 0.02)
         self.layers = nnx.List(blocks)
@@ -123,18 +129,29 @@ class Decoder(nnx.Module):
         return name.startswith("mtp.")
 
     @classmethod
-    def from_pretrained(cls, folder: str | pathlib.Path, dtype: Any = jnp.float32) -> Self:
+    def from_pretrained(cls, folder: str | pathlib.Path, dtype: Any = jnp.float32, mesh: Mesh | Sharding | None = None) -> Self:
         """Loads a folder in published layout, tensor by tensor, with weights and activations in ``dtype``.
+
+        Args:
+            folder: with config.json and safetensors files.
+            dtype: float32, bfloat16 or float16.
+            mesh: devices to load onto, each its own shards: with axes "data" and "model", or a ``Sharding`` that names
+                others. None is the default device alone.
 
         Raises:
             CheckpointError: the folder is no checkpoint of this model; the message names the file, tensor or config value.
+            TypeError, ValueError: mesh is none, or has other axes.
         """
+        sharding = None if mesh is None else Sharding.of(mesh)
         config = cls.read_config(weights.read_config(folder))
         checkpoint = Checkpoint(folder)
         make: Any = cls
         model = nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
         sources = cls.published_sources(config)
-        weights.load_into(model, sources, checkpoint, lambda name: cls.published_name(name, checkpoint), cls.ignores)
+        place = None if sharding is None else functools.partial(parameter_sharding, sharding)
+        weights.load_into(model, sources, checkpoint, lambda name: cls.published_name(name, checkpoint), cls.ignores, place)
+        if sharding is not None:
+            attach(model, sharding)
         return model
 
     def init_cache(self, num_slots: int, max_length: int, policy: ReplayPolicy | None = None) -> ModelCache:
@@ -146,8 +163,12 @@ class Decoder(nnx.Module):
             policy: of the recurrent layers; None is the default one with records in the model's dtype.
         """
         policy = ReplayPolicy(record_dtype=self.dtype) if policy is None else policy
-        layers = tuple(layer.init_cache(num_slots, max_length, policy) for layer in self.layers)
-        return ModelCache(layers=layers, pointer=init_pointer(num_slots, policy.window, policy.max_draft))
+
+        def make() -> ModelCache:
+            layers = tuple(layer.init_cache(num_slots, max_length, policy) for layer in self.layers)
+            return ModelCache(layers=layers, pointer=init_pointer(num_slots, policy.window, policy.max_draft))
+
+        return make() if self.sharding is None else self.sharding.make_pool(make)
 
     def prefill(
         self,
@@ -171,6 +192,8 @@ class Decoder(nnx.Module):
         Returns:
             The cache, and the logits after each row's last real token, zero for rows without. [B, vocab_size] float32
         """
+        if self.sharding is not None:
+            return decode_over_slots(self, "prefill", cache, check_tokens(tokens), slots, lengths, implementation)
         caches, x = self._run(cache, tokens, slots, lengths, prefill=True, implementation=implementation)
         live = live_mask(x, cache.pointer, slots, lengths)
         counts = live.sum(axis=1, dtype=jnp.int32)
@@ -198,6 +221,8 @@ class Decoder(nnx.Module):
         Returns:
             The cache, to be ``commit``-ted, and the logits, zero past ``lengths``. [B, T, vocab_size] float32
         """
+        if self.sharding is not None:
+            return decode_over_slots(self, "verify", cache, check_tokens(tokens), slots, lengths, implementation)
         caches, x = self._run(cache, tokens, slots, lengths, prefill=False, implementation=implementation)
         live = live_mask(x, cache.pointer, slots, lengths)
         logits = jnp.where(live[..., None], self._logits(x), 0)
@@ -206,7 +231,8 @@ class Decoder(nnx.Module):
 
     def commit(self, cache: ModelCache, accepted: Array | int, slots: Array | None = None) -> ModelCache:
         """Keeps the first ``accepted`` tokens of each row's last ``verify``. See ``replayssm_jax.commit``."""
-        return dataclasses.replace(cache, pointer=pointer_lib.commit(cache.pointer, accepted, slots))
+        commit = pointer_lib.commit if self.sharding is None else self.sharding.commit
+        return dataclasses.replace(cache, pointer=commit(cache.pointer, accepted, slots))
 
     def __call__(self, tokens: Array) -> Array:
         """Logits of whole sequences, no cache kept: training and scoring. [B, T] int32 -> [B, T, vocab_size] float32"""
@@ -216,9 +242,7 @@ class Decoder(nnx.Module):
         return self._logits(x)
 
     def _run(self, cache: ModelCache, tokens: Array, slots: Any, lengths: Any, **options: Any) -> tuple[tuple, Array]:
-        tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.shape[1] < 1:
-            raise ValueError(f"tokens must be integers [B, T] with T of at least 1, got {tokens.dtype} of shape {tokens.shape}")
+        tokens = check_tokens(tokens)
         self._debug_tokens(cache, tokens, slots, lengths)
         x = self.embed_tokens[...].at[tokens].get(mode="clip").astype(self.dtype)
         caches = []

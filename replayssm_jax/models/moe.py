@@ -1,14 +1,18 @@
 """Mixtures of experts, routed as published. Tokens are sorted by expert, so each expert multiplies its own tokens only."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from replayssm_jax.mixers.parts import linear
+from replayssm_jax.per_device import over_model
+from replayssm_jax.sharding import Sharding
 
 Array = jax.Array
 
@@ -81,6 +85,7 @@ class Experts(nnx.Module):
         self, num_experts: int, features: int, intermediate: int, *, gated: bool, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
     ):
         self.num_experts, self.dtype = num_experts, jnp.dtype(dtype)
+        self.sharding: Sharding | None = None
 
         def matrices(rows: int, columns: int) -> nnx.Param:
             shape = (num_experts, rows, columns)
@@ -92,22 +97,56 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, weights: Array, experts: Array) -> Array:
         """The weighted sum of each token's experts. x [tokens, D], weights and experts [tokens, k] -> [tokens, D]"""
-        tokens, k = experts.shape
-        order = jnp.argsort(experts.reshape(-1))
-        sizes = jnp.bincount(experts.reshape(-1), length=self.num_experts)
-        rows = x[order // k]
-        up = self._product(rows, self.up_proj, sizes)
-        if self.gate_proj is None:
-            hidden = jnp.square(jax.nn.relu(up))
-        else:
-            hidden = jax.nn.silu(self._product(rows, self.gate_proj, sizes)) * up
-        out = self._product(hidden, self.down_proj, sizes)
-        unsorted = jnp.zeros_like(out).at[order].set(out).reshape(tokens, k, -1)
-        # the sum over experts is float32: weights are, and bfloat16 addends would lose the small ones
-        return jnp.sum(unsorted.astype(jnp.float32) * weights[..., None], axis=1).astype(x.dtype)
+        gate = None if self.gate_proj is None else self.gate_proj[...].astype(self.dtype)
+        up, down = (matrices[...].astype(self.dtype) for matrices in (self.up_proj, self.down_proj))
+        if self.sharding is None:
+            return weighted_experts(x, weights, experts, gate, up, down).astype(x.dtype)
+        return self._over_devices(self.sharding, x, weights, experts, gate, up, down).astype(x.dtype)
 
-    def _product(self, rows: Array, matrices: nnx.Param, sizes: Array) -> Array:
-        return lax.ragged_dot(rows, matrices[...].astype(self.dtype), sizes, precision=lax.Precision.HIGHEST)
+    def _over_devices(self, sharding: Sharding, x: Array, weights: Array, experts: Array, *matrices: Any) -> Array:
+        """Every device of the model axis sums its own experts, or all of them where the axis does not divide them."""
+        split = self.num_experts % sharding.model_size == 0
+        own = self.num_experts // sharding.model_size
+
+        def local(x: Array, weights: Array, experts: Array, *matrices: Any) -> Array:
+            if not split:
+                return weighted_experts(x, weights, experts, *matrices)
+            first = lax.axis_index(sharding.model) * own
+            mine = (experts >= first) & (experts < first + own)
+            partial = weighted_experts(x, weights, jnp.where(mine, experts - first, own), *matrices)
+            return lax.psum(partial, sharding.model)
+
+        lie = P(sharding.model) if split else P()
+        run = over_model(sharding, local, in_specs=(P(), P(), P(), lie, lie, lie), out_specs=P())
+        return run(x, weights, experts, *matrices)
+
+
+def weighted_experts(x: Array, weights: Array, experts: Array, gate: Array | None, up: Array, down: Array) -> Array:
+    """The weighted sum of each token's experts, each of which multiplies its own tokens only.
+
+    Args:
+        x: [tokens, D]
+        weights: [tokens, k] float32
+        experts: E counts for nothing: an expert of another device. [tokens, k] int32, 0 .. E
+        gate: None where experts are not gated. [E, D, F]
+        up: [E, D, F]
+        down: [E, F, D]
+
+    Returns:
+        [tokens, D] float32
+    """
+    tokens, k = experts.shape
+    order = jnp.argsort(experts.reshape(-1))
+    sizes = jnp.bincount(experts.reshape(-1), length=up.shape[0])  # the rest lies behind the last expert's tokens
+    product = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=lax.Precision.HIGHEST)
+    rows = x[order // k]
+    hidden = product(rows, up)
+    hidden = jnp.square(jax.nn.relu(hidden)) if gate is None else jax.nn.silu(product(rows, gate)) * hidden
+    out = product(hidden, down)
+    unsorted = jnp.zeros_like(out).at[order].set(out).reshape(tokens, k, -1)
+    unsorted = jnp.where((experts < up.shape[0])[..., None], unsorted, 0)
+    # the sum over experts is float32: weights are, and bfloat16 addends would lose the small ones
+    return jnp.sum(unsorted.astype(jnp.float32) * weights[..., None], axis=1)
 
 
 class Router(nnx.Module):

@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
 import numpy as np
 import safetensors
 from flax import nnx
 
+from replayssm_jax.models.parameter import PublishedParameter
+
 Layout = Callable[..., np.ndarray]
+Place = Callable[[Sequence[Any], tuple[int, ...]], jax.sharding.Sharding]
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
@@ -74,12 +78,31 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none of that name.
         """
+        return self._holder(name).get_tensor(name)
+
+    def read_slice(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Part of a tensor of at least one axis, in its own dtype; the rest is not read."""
+        return self._holder(name).get_slice(name)[index]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one tensor, which must hold floating-point numbers.
+
+        Raises:
+            CheckpointError: there is none of that name, or it holds integers.
+        """
+        header = self._holder(name).get_slice(name)
+        if not header.get_dtype().startswith(("F", "BF")):
+            dtype = self.read(name).dtype
+            raise CheckpointError(f"{name} in {self.folder} is {dtype}; only unquantised weights can be loaded")
+        return tuple(header.get_shape())
+
+    def _holder(self, name: str) -> Any:
         if name not in self._file_of:
             raise CheckpointError(f"{self.folder} has no tensor {name}")
         file = self._open(self._file_of[name])
         if name not in file.keys():  # noqa: SIM118  a safetensors file is no mapping
             raise CheckpointError(f"{self.folder / _INDEX} says {self._file_of[name]} holds {name}, but it does not")
-        return file.get_tensor(name)
+        return file
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
@@ -143,8 +166,11 @@ def load_into(
     checkpoint: Checkpoint,
     rename: Callable[[str], str] = lambda name: name,
     ignored: Callable[[str], bool] = lambda name: False,
+    place: Place | None = None,
 ) -> None:
     """Fills an abstract module's parameters, one at a time, cast to each parameter's own dtype.
+
+    Neither the host nor a device holds a parameter twice: on a mesh every shard is read by itself, where it goes.
 
     Args:
         model: as ``nnx.eval_shape`` returns it.
@@ -152,6 +178,7 @@ def load_into(
         checkpoint: where they are.
         rename: from the names in ``sources`` to those in the checkpoint.
         ignored: published tensors that this model has no use for by design.
+        place: where a parameter of that path and shape shall lie; None is whole on the default device.
 
     Raises:
         CheckpointError: tensors are missing, unknown or of the wrong shape; nothing has been loaded in the first two cases.
@@ -166,25 +193,29 @@ def load_into(
     for path, variable in nnx.to_flat_state(loaded):
         source = sources[".".join(map(str, path))]
         names = [rename(name) for name in source.names]
-        value = _laid_out(source, names, checkpoint)
-        shape = variable.get_value().shape
+        value = _published(source, names, checkpoint)
+        shape, dtype = variable.get_value().shape, variable.get_value().dtype
         if value.shape != shape:
             raise CheckpointError(
                 f"{' + '.join(names)} in {checkpoint.folder} gives shape {value.shape}, the config asks for {shape}"
             )
-        variable.set_value(jnp.asarray(value, dtype=variable.get_value().dtype))
+        variable.set_value(_load(value, dtype, None if place is None else place(path, shape)))
     nnx.update(model, loaded)
 
 
-def _laid_out(source: Source, names: list[str], checkpoint: Checkpoint) -> np.ndarray:
-    parts = [checkpoint.read(name) for name in names]
-    for name, part in zip(names, parts, strict=True):
-        if not jnp.issubdtype(part.dtype, jnp.floating):
-            raise CheckpointError(f"{name} in {checkpoint.folder} is {part.dtype}; only unquantised weights can be loaded")
+def _load(value: PublishedParameter, dtype: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jnp.asarray(value.part((slice(None),) * len(value.shape)), dtype=dtype)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value.part(index or ()).astype(dtype))
+
+
+def _published(source: Source, names: list[str], checkpoint: Checkpoint) -> PublishedParameter:
     try:
-        return source.layout(*parts)
+        return PublishedParameter(source, names, checkpoint)
+    except CheckpointError:
+        raise
     except (IndexError, ValueError) as error:
-        shapes = ", ".join(str(part.shape) for part in parts)
+        shapes = ", ".join(str(checkpoint.shape(name)) for name in names)
         raise CheckpointError(f"{' + '.join(names)} in {checkpoint.folder} has an unexpected shape: {shapes}") from error
 
 
