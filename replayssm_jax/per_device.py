@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
 
 from replayssm_jax import pointer as pointer_lib
 from replayssm_jax import replay
 from replayssm_jax.pointer import ReplayPointer
-from replayssm_jax.slots import check_slots, in_range
+from replayssm_jax.slots import check_slots
 from replayssm_jax.state import Recurrence, ReplayState, Tokens
 
 if TYPE_CHECKING:
@@ -66,13 +65,6 @@ def _over_slots(
 ) -> tuple[Any, Any]:
     num_slots = jax.tree.leaves(pool)[0].shape[0]
     own = num_slots // sharding.data_size
-    if slots is not None:
-        shard = jnp.arange(slots.shape[0]) // (slots.shape[0] // sharding.data_size)
-        checkify.debug_check(
-            jnp.all((slots // own == shard) | ~in_range(slots, num_slots)),
-            "slots must name slots of their rows' own data shards, got {slots}",
-            slots=slots,
-        )
 
     def local(shared: Any, pool: Any, slots: Array | None, rows: Any) -> tuple[Any, Any]:
         if slots is not None:

@@ -16,9 +16,11 @@ weights lie.
 **Data axis.** With D shards, N slots and B rows, shard d owns the slots d N/D .. (d+1) N/D - 1 and runs the rows
 d B/D .. (d+1) B/D - 1; D divides both. ``slots``, ``lengths`` and ``accepted`` stay what they are on one device: an entry per
 row of the whole batch, slots numbered over the whole pool. A row must name a slot of its own shard; another shard's slot is
-padding (output zero, nothing written, pointer unmoved), and an error under ``checkify``. A shard with fewer sequences than rows
-is padded: a row gets a slot outside [0, N) or a length of 0. ``slots=None`` is row b in slot b and therefore needs B = N.
-No call communicates over this axis. ``reset``, ``copy_slots`` and ``materialize`` take slots of any shard in any order.
+padding (output zero, nothing written, pointer unmoved). A shard with fewer sequences than rows is padded: a row gets a slot
+outside [0, N) or a length of 0. ``slots=None`` is row b in slot b and therefore needs B = N. No call communicates over this
+axis. ``reset``, ``copy_slots`` and ``materialize`` take slots of any shard in any order.
+
+Checked mode is for one device: ``checkify`` does not go through one ``shard_map`` within another.
 """
 
 from __future__ import annotations
