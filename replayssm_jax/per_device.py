@@ -134,6 +134,22 @@ def over_model(sharding: Sharding, function: Callable, *, in_specs: Any, out_spe
     return jax.shard_map(function, mesh=sharding.mesh, **specs)
 
 
+def gathered(sharding: Sharding | None, x: Array) -> Array:
+    """Activations whole on every device of the model axis, by one all-gather where they were split."""
+    if sharding is None or sharding.model_size == 1:
+        return x
+    inside = sharding.data in jax.sharding.get_abstract_mesh().manual_axes
+    return jax.lax.with_sharding_constraint(x, P() if inside else sharding.named(P()))
+
+
+def parts(sharding: Sharding | None, x: Array, ends: int | list[int]) -> list[Array]:
+    """``jnp.split`` of activations [B, T, C] along C, into parts whose ends lie anywhere in the devices' own channels.
+
+    They are gathered first and stay whole: left to itself, XLA moves every part in many small messages.
+    """
+    return [gathered(sharding, part) for part in jnp.split(gathered(sharding, x), ends, axis=-1)]
+
+
 def repeat_keys(tokens: Tokens, recurrence: Recurrence) -> Tokens:
     """Tokens with every key head repeated until there are as many as the recurrence's; as they are where that cannot be."""
     if not isinstance(tokens, Tokens) or jnp.ndim(tokens.q) != 4 or recurrence.num_key_heads % tokens.q.shape[2]:

@@ -19,6 +19,7 @@ from flax import nnx
 
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
+from replayssm_jax.per_device import parts
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
@@ -158,7 +159,7 @@ class GatedDeltaNet(nnx.Module):
 
     def _tokens(self, x: Array, qkv: Array) -> Tokens:
         c = self.config
-        q, k, v = jnp.split(qkv, [c.key_width, 2 * c.key_width], axis=-1)
+        q, k, v = parts(self.sharding, qkv, [c.key_width, 2 * c.key_width])
         q = q.reshape(*x.shape[:2], c.num_key_heads, c.key_head_dim)
         k = k.reshape(*x.shape[:2], c.num_key_heads, c.key_head_dim)
         a, b = self.in_proj_a(x).astype(jnp.float32), self.in_proj_b(x).astype(jnp.float32)

@@ -20,6 +20,7 @@ from flax import nnx
 
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, l2_factor, linear, live_mask, rms_norm
+from replayssm_jax.per_device import gathered, parts
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
@@ -120,7 +121,8 @@ class KimiDeltaAttention(nnx.Module):
         check_hidden(x, self.config.hidden_size)
         check_cache(cache, self.recurrence, self.config.conv_width, 3 * self.config.width, self.dtype)
         x = x.astype(self.dtype)
-        qkv = jnp.concatenate([self.q_proj(x), self.k_proj(x), self.v_proj(x)], axis=-1)
+        projected = [gathered(self.sharding, project(x)) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        qkv = gathered(self.sharding, jnp.concatenate(projected, axis=-1))
         conv, qkv = self.conv1d(cache.conv, qkv, pointer, slots, lengths)
         tokens = self._tokens(x, qkv)
         cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation, self.sharding)
@@ -131,7 +133,7 @@ class KimiDeltaAttention(nnx.Module):
 
     def _tokens(self, x: Array, qkv: Array) -> Tokens:
         c = self.config
-        q, k, v = (part.reshape(*x.shape[:2], c.num_heads, c.head_dim) for part in jnp.split(qkv, 3, axis=-1))
+        q, k, v = (part.reshape(*x.shape[:2], c.num_heads, c.head_dim) for part in parts(self.sharding, qkv, 3))
         f = self.f_b_proj(self.f_a_proj(x)).astype(jnp.float32) + self.dt_bias[...]
         return Tokens(
             q=q,

@@ -19,6 +19,7 @@ from flax import nnx
 
 from replayssm_jax.mixers.cache import MixerCache, advance, check_cache, init_mixer_cache
 from replayssm_jax.mixers.parts import ShortConv, check_hidden, linear, live_mask, rms_norm
+from replayssm_jax.per_device import parts
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.sharding import Sharding
 from replayssm_jax.state import Recurrence, ReplayPolicy, Tokens
@@ -135,7 +136,8 @@ class Mamba2(nnx.Module):
         c = self.config
         check_hidden(x, c.hidden_size)
         check_cache(cache, self.recurrence, c.conv_width, c.conv_channels, self.dtype)
-        z, xbc, dt = jnp.split(self.in_proj(x.astype(self.dtype)), [c.inner_width, c.inner_width + c.conv_channels], axis=-1)
+        projected = self.in_proj(x.astype(self.dtype))
+        z, xbc, dt = parts(self.sharding, projected, [c.inner_width, c.inner_width + c.conv_channels])
         conv, xbc = self.conv1d(cache.conv, xbc, pointer, slots, lengths)
         tokens = self._tokens(xbc, dt)
         cache, out = advance(cache, conv, tokens, pointer, slots, lengths, prefill, implementation, self.sharding)
@@ -147,7 +149,7 @@ class Mamba2(nnx.Module):
 
     def _tokens(self, xbc: Array, dt: Array) -> Tokens:
         c = self.config
-        x, B, C = jnp.split(xbc, [c.inner_width, c.inner_width + c.group_width], axis=-1)
+        x, B, C = parts(self.sharding, xbc, [c.inner_width, c.inner_width + c.group_width])
         dt = jnp.clip(jax.nn.softplus(dt.astype(jnp.float32) + self.dt_bias[...]), *c.time_step_limit)
         return Tokens(
             q=C.reshape(*C.shape[:2], c.num_groups, c.state_size),

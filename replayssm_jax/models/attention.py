@@ -13,6 +13,7 @@ from jax import lax
 from replayssm_jax.mixers.parts import linear
 from replayssm_jax.models.attention_cache import AttentionCache, attend_cached, cached_heads, init_attention_cache
 from replayssm_jax.models.layers import CenteredRMSNorm, RMSNorm
+from replayssm_jax.per_device import gathered
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.sharding import Sharding
 from replayssm_jax.slots import check_slots, gather_index
@@ -36,6 +37,13 @@ def rotate(x: Array, position: Array, theta: float, rotary_dim: int) -> Array:
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second, rest = jnp.split(x.astype(jnp.float32), [rotary_dim // 2, rotary_dim], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(x.dtype)
+
+
+def split_heads(sharding: Sharding | None, x: Array, heads: int) -> Array:
+    """[B, T, heads * head_dim] -> [B, T, heads, head_dim], whole on every device where heads do not divide among them."""
+    if sharding is not None and heads % sharding.model_size:
+        x = gathered(sharding, x)
+    return x.reshape(*x.shape[:2], heads, -1)
 
 
 class GatedAttention(nnx.Module):
@@ -82,8 +90,8 @@ class GatedAttention(nnx.Module):
         """T tokens of each row, a prompt or drafts alike. x [B, T, hidden] -> the cache and [B, T, hidden]."""
         rows, count = x.shape[:2]
         q, gate = jnp.split(self.q_proj(x).reshape(rows, count, self.num_heads, -1), 2, axis=-1)
-        k = self.k_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
+        k = split_heads(self.sharding, self.k_proj(x), self.num_kv_heads)
+        v = split_heads(self.sharding, self.v_proj(x), self.num_kv_heads)
         read = gather_index(check_slots(slots, pointer.num_slots, rows), pointer.num_slots)
         position = pointer.position[read][:, None] + jnp.arange(count)
         q = rotate(self.q_norm(q), position, self.rope_theta, self.rotary_dim)
@@ -133,8 +141,8 @@ class PlainAttention(nnx.Module):
         """T tokens of each row, a prompt or drafts alike. x [B, T, hidden] -> the cache and [B, T, hidden]."""
         rows, count = x.shape[:2]
         q = self.q_proj(x).reshape(rows, count, self.num_heads, self.head_dim)
-        k = self.k_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
-        v = self.v_proj(x).reshape(rows, count, self.num_kv_heads, self.head_dim)
+        k = split_heads(self.sharding, self.k_proj(x), self.num_kv_heads)
+        v = split_heads(self.sharding, self.v_proj(x), self.num_kv_heads)
         cache, out = attend_cached(cache, q, k, v, pointer, slots, lengths, sharding=self.sharding)
         return cache, self.o_proj(out.reshape(rows, count, -1))
 

@@ -114,7 +114,7 @@ class Experts(nnx.Module):
             first = lax.axis_index(sharding.model) * own
             mine = (experts >= first) & (experts < first + own)
             partial = weighted_experts(x, weights, jnp.where(mine, experts - first, own), *matrices)
-            return lax.psum(partial, sharding.model)
+            return partial if sharding.model_size == 1 else lax.psum(partial, sharding.model)
 
         lie = P(sharding.model) if split else P()
         run = over_model(sharding, local, in_specs=(P(), P(), P(), lie, lie, lie), out_specs=P())
