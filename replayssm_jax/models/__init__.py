@@ -13,6 +13,7 @@ from replayssm_jax.models.mamba2 import Mamba2LM, Mamba2LMConfig
 from replayssm_jax.models.nemotron_h import NemotronH, NemotronHConfig
 from replayssm_jax.models.placement import shard
 from replayssm_jax.models.qwen3_5 import Qwen3_5, Qwen3_5Config
+from replayssm_jax.models.qwen3_5_moe import Qwen3_5Moe, Qwen3_5MoeConfig
 from replayssm_jax.models.qwen3_next import Qwen3Next, Qwen3NextConfig
 from replayssm_jax.models.weights import CheckpointError, read_config
 from replayssm_jax.sharding import Sharding
@@ -20,6 +21,8 @@ from replayssm_jax.sharding import Sharding
 MODELS: dict[str, type[Decoder]] = {
     "qwen3_5": Qwen3_5,
     "qwen3_5_text": Qwen3_5,
+    "qwen3_5_moe": Qwen3_5Moe,
+    "qwen3_5_moe_text": Qwen3_5Moe,
     "qwen3_next": Qwen3Next,
     "kimi_linear": KimiLinear,
     "mamba2": Mamba2LM,
@@ -53,6 +56,8 @@ __all__ = [
     "Qwen3NextConfig",
     "Qwen3_5",
     "Qwen3_5Config",
+    "Qwen3_5Moe",
+    "Qwen3_5MoeConfig",
     "from_pretrained",
     "shard",
 ]

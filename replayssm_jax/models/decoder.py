@@ -113,8 +113,8 @@ class Decoder(nnx.Module):
         raise NotImplementedError(f"{cls.__name__} must say how its config is read")
 
     @classmethod
-    def published_sources(cls, config: Any) -> dict[str, Source]:
-        """For every parameter, by its dotted path, the published tensors it is made of."""
+    def published_sources(cls, config: Any, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        """For every parameter, by its dotted path, the published tensors it is made of; in this checkpoint, where they vary."""
         raise NotImplementedError(f"{cls.__name__} must say what its tensors are called")
 
     @classmethod
@@ -147,7 +147,7 @@ class Decoder(nnx.Module):
         checkpoint = Checkpoint(folder)
         make: Any = cls
         model = nnx.eval_shape(lambda: make(config, dtype=dtype, rngs=nnx.Rngs(0)))
-        sources = cls.published_sources(config)
+        sources = cls.published_sources(config, checkpoint)
         place = None if sharding is None else functools.partial(parameter_sharding, sharding)
         weights.load_into(model, sources, checkpoint, lambda name: cls.published_name(name, checkpoint), cls.ignores, place)
         if sharding is not None:

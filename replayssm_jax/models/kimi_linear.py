@@ -12,12 +12,21 @@ from flax import nnx
 from replayssm_jax.mixers import KimiDeltaAttention, KimiDeltaAttentionConfig
 from replayssm_jax.models import weights
 from replayssm_jax.models.attention import LatentAttention
-from replayssm_jax.models.config import check_model_type, check_supported, from_fields, require, section
+from replayssm_jax.models.config import (
+    check_int,
+    check_list,
+    check_mixture,
+    check_model_type,
+    check_supported,
+    from_fields,
+    require,
+    section,
+)
 from replayssm_jax.models.decoder import Block, Decoder
 from replayssm_jax.models.layers import GatedMLP, RMSNorm
 from replayssm_jax.models.moe import SigmoidMoE, SigmoidRouting
 from replayssm_jax.models.qwen3_5 import block_sources, linears, outer_sources
-from replayssm_jax.models.weights import CheckpointError, Source
+from replayssm_jax.models.weights import Checkpoint, CheckpointError, Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,9 @@ class KimiLinearConfig:
         require(config, "config.json", "num_hidden_layers", "linear_attn_config")
         names = ("kda_layers", "full_attn_layers", "num_heads", "head_dim", "short_conv_kernel_size")
         require(linear, "linear_attn_config", *names)
+        check_int("num_hidden_layers", config["num_hidden_layers"])
+        for name in ("kda_layers", "full_attn_layers"):
+            check_list(f"linear_attn_config: {name}", linear[name], int)
         layers = range(1, config["num_hidden_layers"] + 1)
         if sorted([*linear["kda_layers"], *linear["full_attn_layers"]]) != list(layers):
             raise CheckpointError("linear_attn_config: kda_layers and full_attn_layers must name every layer from 1 once")
@@ -78,6 +90,11 @@ class KimiLinearConfig:
                 "linear_conv_kernel_dim": linear["short_conv_kernel_size"],
             },
         )
+
+    def __post_init__(self) -> None:
+        if any(map(self.is_sparse, range(self.num_hidden_layers))):
+            routing = ("num_expert_group", "topk_group")
+            check_mixture(self, "num_experts", "num_experts_per_token", "moe_intermediate_size", *routing)
 
     @property
     def mixer(self) -> KimiDeltaAttentionConfig:
@@ -114,7 +131,8 @@ class KimiLinear(Decoder):
         return KimiLinearConfig.from_dict(config)
 
     @classmethod
-    def published_sources(cls, config: KimiLinearConfig) -> dict[str, Source]:
+    def published_sources(cls, config: KimiLinearConfig, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        del checkpoint
         sources = outer_sources(config)
         for i in range(config.num_hidden_layers):
             here, there = f"layers.{i}", f"model.layers.{i}"

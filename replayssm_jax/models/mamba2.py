@@ -96,7 +96,8 @@ class Mamba2LM(Decoder):
         return singular if name == "backbone.embeddings.weight" and singular in checkpoint.names else name
 
     @classmethod
-    def published_sources(cls, config: Mamba2LMConfig) -> dict[str, Source]:
+    def published_sources(cls, config: Mamba2LMConfig, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        del checkpoint
         sources = {
             "embed_tokens": Source.of("backbone.embeddings.weight"),
             "norm.weight": Source.of("backbone.norm_f.weight"),

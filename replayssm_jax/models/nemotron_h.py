@@ -15,7 +15,10 @@ from replayssm_jax.models import weights
 from replayssm_jax.models.attention import PlainAttention
 from replayssm_jax.models.config import (
     check_divisible,
+    check_int,
     check_layer_types,
+    check_list,
+    check_mixture,
     check_model_type,
     check_supported,
     from_fields,
@@ -90,9 +93,12 @@ class NemotronHConfig:
             pattern = config.get("hybrid_override_pattern")
             if pattern is None:
                 raise CheckpointError("config.json lacks layers_block_type and hybrid_override_pattern")
+            if not isinstance(pattern, str):
+                raise CheckpointError(f"hybrid_override_pattern must be a string, got {pattern!r}")
             if unknown := sorted(set(pattern) - set(_PATTERN)):
                 raise CheckpointError(f"hybrid_override_pattern holds {unknown}, only {sorted(_PATTERN)} are known")
             kinds = [_PATTERN[letter] for letter in pattern]
+        check_list("layers_block_type", kinds, str)
         merged["layers_block_type"] = [_OLD_NAMES.get(kind, kind) for kind in kinds]
         return from_fields(cls, merged)
 
@@ -100,6 +106,12 @@ class NemotronHConfig:
         check_layer_types(self.layers_block_type, _KINDS)
         check_divisible("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
         check_divisible("mamba_num_heads", self.mamba_num_heads, "n_groups", self.n_groups)
+        if "mlp" in self.layers_block_type:
+            check_int("intermediate_size", self.intermediate_size)
+        if "moe" in self.layers_block_type:
+            check_int("moe_shared_expert_intermediate_size", self.moe_shared_expert_intermediate_size)
+            routing = ("n_group", "topk_group")
+            check_mixture(self, "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", *routing)
 
     @property
     def mixer(self) -> Mamba2Config:
@@ -145,7 +157,8 @@ class NemotronH(Decoder):
         return name.replace("backbone.", "model.", 1) if plain and name.startswith("backbone.") else name
 
     @classmethod
-    def published_sources(cls, config: NemotronHConfig) -> dict[str, Source]:
+    def published_sources(cls, config: NemotronHConfig, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        del checkpoint
         sources = {
             "embed_tokens": Source.of("backbone.embeddings.weight"),
             "norm.weight": Source.of("backbone.norm_f.weight"),

@@ -15,6 +15,7 @@ from replayssm_jax.models.attention import GatedAttention
 from replayssm_jax.models.config import (
     check_divisible,
     check_layer_types,
+    check_list,
     check_model_type,
     check_supported,
     from_fields,
@@ -96,6 +97,7 @@ def qwen_keys(text: Mapping[str, Any]) -> dict[str, Any]:
         if not all(isinstance(value, int) and value > 0 for value in (count, interval)):
             raise CheckpointError(f"num_hidden_layers={count!r} and full_attention_interval={interval!r} must be positive")
         merged["layer_types"] = [_KINDS[(i + 1) % interval == 0] for i in range(count)]
+    check_list("layer_types", merged["layer_types"], str)
     check_layer_types(merged["layer_types"], _KINDS)
     if count is not None and count != len(merged["layer_types"]):
         raise CheckpointError(f"num_hidden_layers={count!r}, but layer_types names {len(merged['layer_types'])} layers")
@@ -183,7 +185,8 @@ class Qwen3_5(Decoder):
         return name.startswith(("model.visual.", "visual.", "mtp."))
 
     @classmethod
-    def published_sources(cls, config: Qwen3_5Config) -> dict[str, Source]:
+    def published_sources(cls, config: Qwen3_5Config, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        del checkpoint
         return published_sources(config)
 
 
@@ -192,15 +195,18 @@ def published_sources(config: Qwen3_5Config) -> dict[str, Source]:
     sources = outer_sources(config)
     for i, kind in enumerate(config.layer_types):
         here, there = f"layers.{i}", f"model.layers.{i}"
-        sources |= block_sources(here, there)
+        sources |= block_sources(here, there) | mixer_sources(here, there, kind)
         sources |= linears(f"{here}.mlp", f"{there}.mlp", "gate_proj", "up_proj", "down_proj")
-        if kind == "full_attention":
-            sources |= attention_sources(f"{here}.mixer", f"{there}.self_attn")
-        else:
-            names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-            sources |= linears(f"{here}.mixer", f"{there}.linear_attn", *names)
-            sources |= gated_delta_net_sources(f"{here}.mixer", f"{there}.linear_attn")
     return sources
+
+
+def mixer_sources(here: str, there: str, kind: str) -> dict[str, Source]:
+    """The mixer of a Qwen3.5 block."""
+    if kind == "full_attention":
+        return attention_sources(f"{here}.mixer", f"{there}.self_attn")
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    sources = linears(f"{here}.mixer", f"{there}.linear_attn", *names)
+    return sources | gated_delta_net_sources(f"{here}.mixer", f"{there}.linear_attn")
 
 
 def outer_sources(config: Any) -> dict[str, Source]:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from replayssm_jax.mixers import GatedDeltaNetConfig
 from replayssm_jax.models import weights
-from replayssm_jax.models.config import check_model_type, from_fields
+from replayssm_jax.models.config import check_mixture, check_model_type, from_fields
 from replayssm_jax.models.decoder import Decoder
 from replayssm_jax.models.layers import CenteredRMSNorm, GatedMLP
 from replayssm_jax.models.moe import SoftmaxMoE
@@ -28,7 +28,7 @@ from replayssm_jax.models.qwen3_5 import (
     qwen_keys,
     qwen_mixer,
 )
-from replayssm_jax.models.weights import Source
+from replayssm_jax.models.weights import Checkpoint, CheckpointError, Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,10 @@ class Qwen3NextConfig:
 
     def __post_init__(self) -> None:
         check_qwen_sizes(self)
+        if unknown := sorted(set(self.mlp_only_layers) - set(range(len(self.layer_types)))):
+            raise CheckpointError(f"mlp_only_layers holds {', '.join(map(str, unknown))}, which no layer is called")
+        if any(map(self.is_sparse, range(len(self.layer_types)))):
+            check_mixture(self, "num_experts", "num_experts_per_tok", "moe_intermediate_size")
 
     @property
     def rotary_dim(self) -> int:
@@ -98,17 +102,8 @@ class Qwen3Next(Decoder):
         types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
 
         def mlp(layer: int) -> Any:
-            if not config.is_sparse(layer):
-                return GatedMLP(config.hidden_size, config.intermediate_size, **types)
-            return SoftmaxMoE(
-                config.hidden_size,
-                num_experts=config.num_experts,
-                experts_per_token=config.num_experts_per_tok,
-                intermediate=config.moe_intermediate_size,
-                renormalise=config.norm_topk_prob,
-                shared_expert=GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, **types),
-                **types,
-            )
+            dense = not config.is_sparse(layer)
+            return GatedMLP(config.hidden_size, config.intermediate_size, **types) if dense else qwen_moe(config, **types)
 
         blocks = [qwen_block(config, kind, mlp(i), **types) for i, kind in enumerate(config.layer_types)]
         norm = CenteredRMSNorm(config.hidden_size, config.rms_norm_eps, param_dtype=param_dtype)
@@ -119,13 +114,14 @@ class Qwen3Next(Decoder):
         return Qwen3NextConfig.from_dict(config)
 
     @classmethod
-    def published_sources(cls, config: Qwen3NextConfig) -> dict[str, Source]:
+    def published_sources(cls, config: Qwen3NextConfig, checkpoint: Checkpoint | None = None) -> dict[str, Source]:
+        del checkpoint
         sources = outer_sources(config)
         for i, kind in enumerate(config.layer_types):
             here, there = f"layers.{i}", f"model.layers.{i}"
             sources |= block_sources(here, there)
             if config.is_sparse(i):
-                sources |= _moe_sources(f"{here}.mlp", f"{there}.mlp", config.num_experts)
+                sources |= qwen_moe_sources(f"{here}.mlp", f"{there}.mlp", config.num_experts)
             else:
                 sources |= linears(f"{here}.mlp", f"{there}.mlp", "gate_proj", "up_proj", "down_proj")
             if kind == "full_attention":
@@ -137,7 +133,22 @@ class Qwen3Next(Decoder):
         return sources
 
 
-def _moe_sources(here: str, there: str, num_experts: int) -> dict[str, Source]:
+def qwen_moe(config: Any, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> SoftmaxMoE:
+    """The mixture of experts of a Qwen config."""
+    types: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+    return SoftmaxMoE(
+        config.hidden_size,
+        num_experts=config.num_experts,
+        experts_per_token=config.num_experts_per_tok,
+        intermediate=config.moe_intermediate_size,
+        renormalise=config.norm_topk_prob,
+        shared_expert=GatedMLP(config.hidden_size, config.shared_expert_intermediate_size, **types),
+        **types,
+    )
+
+
+def qwen_moe_sources(here: str, there: str, num_experts: int) -> dict[str, Source]:
+    """A mixture's router, shared expert, and experts as tensors of their own."""
     sources = linears(f"{here}.shared_expert", f"{there}.shared_expert", "gate_proj", "up_proj", "down_proj")
     sources |= linears(here, there, "shared_expert_gate")
     sources[f"{here}.gate.weight"] = Source.of(f"{there}.gate.weight", layout=weights.linear)

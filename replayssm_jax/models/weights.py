@@ -143,6 +143,21 @@ def stacked_linear(*tensors: np.ndarray) -> np.ndarray:
     return np.stack([tensor.T for tensor in tensors])
 
 
+def swapped(tensor: np.ndarray) -> np.ndarray:
+    """[E, out, in] -> [E, in, out]"""
+    return tensor.swapaxes(1, 2)
+
+
+def first_half(tensor: np.ndarray) -> np.ndarray:
+    """[E, 2 out, in] -> [E, in, out], of the first half of the outputs"""
+    return tensor[:, : tensor.shape[1] // 2].swapaxes(1, 2)
+
+
+def second_half(tensor: np.ndarray) -> np.ndarray:
+    """[E, 2 out, in] -> [E, in, out], of the second half of the outputs"""
+    return tensor[:, tensor.shape[1] // 2 :].swapaxes(1, 2)
+
+
 def flat(*tensors: np.ndarray) -> np.ndarray:
     """[1, 1, H, 1] -> [H]"""
     return as_is(*tensors).reshape(-1)
