@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -250,11 +251,12 @@ def test_tensors_of_another_shape_are_named(tmp_path, name, shape):
     check_refused(folder, f"{name}.* shape")
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.int64])
-def test_tensors_of_integers_are_refused(tmp_path, dtype):
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, np.int64, ml_dtypes.float8_e4m3fn])
+def test_quantised_tensors_are_refused(tmp_path, dtype):
     """Quantised weights without their scales would load as nonsense."""
     folder = write(tmp_path, config(), tensors(**{GATE: tensors()[GATE].astype(dtype)}))
-    check_refused(folder, f"{GATE}.* {np.dtype(dtype).name}")
+    name = "F8_E4M3" if dtype == ml_dtypes.float8_e4m3fn else np.dtype(dtype).name
+    check_refused(folder, f"{GATE}.* {name}; only unquantised")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 1000, -100], ids=["empty", "length cut", "header cut", "data cut"])

@@ -24,7 +24,7 @@ class PublishedParameter:
         shape: of the parameter.
 
     Raises:
-        CheckpointError: a tensor is missing or has no floating-point type.
+        CheckpointError: a tensor is missing or holds quantised weights.
         IndexError, ValueError: the layout is not for tensors of these shapes.
     """
 
@@ -47,7 +47,10 @@ class PublishedParameter:
             raise ValueError("tensors of one parameter must have rows of one length")
         if len(shapes[0]) > 1:
             two = source.layout(*(np.zeros((*shape[:-1], 2), bool) for shape in shapes)).shape
-            self._columns = next(axis for axis, (one, more) in enumerate(zip(self.shape, two, strict=True)) if one != more)
+            grown = [axis for axis, (one, more) in enumerate(zip(self.shape, two, strict=True)) if one != more]
+            if len(grown) != 1:
+                raise ValueError("a layout of matrices must keep their rows whole")
+            self._columns = grown[0]
             self._rows = self._rows.squeeze(self._columns)
             self.shape = (*two[: self._columns], shapes[0][-1], *two[self._columns + 1 :])
 

@@ -85,14 +85,14 @@ class Checkpoint:
         return self._holder(name).get_slice(name)[index]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one tensor, which must hold floating-point numbers.
+        """Of one tensor, which must hold floating-point numbers of 16 bits or more.
 
         Raises:
-            CheckpointError: there is none of that name, or it holds integers.
+            CheckpointError: there is none of that name, or it holds something else: quantised weights.
         """
         header = self._holder(name).get_slice(name)
-        if not header.get_dtype().startswith(("F", "BF")):
-            dtype = self.read(name).dtype
+        if header.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            dtype = header.get_dtype() if header.get_dtype().startswith("F") else self.read(name).dtype
             raise CheckpointError(f"{name} in {self.folder} is {dtype}; only unquantised weights can be loaded")
         return tuple(header.get_shape())
 
