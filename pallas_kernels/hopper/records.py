@@ -4,8 +4,10 @@ Every exponent is a sum of log decays over the records in between, never a diffe
 Ring rows without a committed record may hold anything, NaN included: loops do not visit them, masks select them away.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +16,7 @@ from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
     STATE,
+    SWIZZLED,
     TILE_ROWS,
     VALUES,
     Array,
@@ -28,7 +31,6 @@ from pallas_kernels.hopper.tiles import (
     iota,
     load,
     round_to_checkpoint,
-    swizzled_columns,
 )
 
 
@@ -62,13 +64,34 @@ def chunks_needed(start: Array, count: Array, window: int, chunk: int) -> list[A
     ]
 
 
-def request_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref, interpret: Interpret) -> int:
-    """Starts copying the ring's keys, chunks without records left out. Returns the arrivals to expect."""
-    needed = chunks_needed(ring.start, ring.count, ring.window, chunk)
-    for i, wanted in enumerate(needed):
+def copies(geometry: Geometry, chunk: int) -> int:
+    """Arrivals of the three requests below together."""
+    g, chunks = geometry, geometry.window // chunk
+    updates = chunks if g.tile_rows == TILE_ROWS else g.window
+    decays = chunks if g.channel_gate else 1
+    return chunks + updates + decays + (not g.delta_rule)
+
+
+def visit(count: Array, one: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
+    """``carry = one(j, 1.0, carry)`` for each record j, four at a time so that their loads overlap.
+
+    What fills the last four up repeats the last record with a factor of 0.0 in place of 1.0.
+    """
+
+    def four(i: Array, carry: Any) -> Any:
+        for j in range(4):
+            record = 4 * i + j
+            carry = one(jnp.minimum(record, count - 1), jnp.where(record < count, 1.0, 0.0), carry)
+        return carry
+
+    return lax.fori_loop(0, (count + 3) // 4, four, carry)
+
+
+def request_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref, interpret: Interpret) -> None:
+    """Starts copying the ring's keys, chunks without records left out."""
+    for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
         rows = pl.ds(i * chunk, chunk)
         copy_if(wanted, pool.key.at[slot, g, rows], ring.key.at[rows], arrived, interpret)
-    return len(needed)
 
 
 def request_updates(
@@ -81,20 +104,17 @@ def request_updates(
     chunk: int,
     arrived: Ref,
     interpret: Interpret,
-) -> int:
+) -> None:
     """Starts copying what one tile, from value ``first`` on, needs of the ring's updates."""
-    values, arrivals = pl.ds(first, geometry.tile_rows), 0
+    values = pl.ds(first, geometry.tile_rows)
     for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
         if geometry.tile_rows == TILE_ROWS:
             rows = pl.ds(i * chunk, chunk)
             copy_if(wanted, pool.update.at[slot, h, rows, values], ring.update.at[rows], arrived, interpret)
-            arrivals += 1
             continue
         for row in range(i * chunk, (i + 1) * chunk):
             target = ring.update.at[row, pl.ds(0, geometry.tile_rows)]
             copy_if(wanted, pool.update.at[slot, h, row, values], target, arrived, interpret)
-            arrivals += 1
-    return arrivals
 
 
 def request_decays(
@@ -106,38 +126,37 @@ def request_decays(
     chunk: int,
     arrived: Ref,
     interpret: Interpret,
-) -> int:
+) -> None:
     """Starts copying the ring's log decays and weights."""
-    arrivals = 0
     if geometry.channel_gate:
         for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
             rows = pl.ds(i * chunk, chunk)
             copy_if(wanted, pool.log_decay.at[slot, h, rows], ring.log_decay.at[rows], arrived, interpret)
-            arrivals += 1
     else:
         copy_if(ring.count > 0, pool.log_decay.at[slot, h], ring.log_decay, arrived, interpret)
-        arrivals += 1
     if ring.weight is not None:
         copy_if(ring.count > 0, pool.weight.at[slot, h], ring.weight, arrived, interpret)
-        arrivals += 1
-    return arrivals
 
 
 def decay_heads(ring: Ring) -> tuple[Array, Array]:
-    """How much of each record is left, its weight included, and of the checkpoint: [L] by ring row, dead ones 0, and a scalar."""
+    """What is left of each record, its weight included, by ring row ([L], dead ones 0), and of the checkpoint (a scalar)."""
     by_row, by_column = SQUARE.reduce(1), SQUARE.reduce(0)
     log_decay = load(ring.log_decay, by_column)
-    total = jnp.exp(jnp.sum(jnp.where(ring.age(by_column) < ring.count, log_decay, 0.0)))
-    row, column = ring.age(SQUARE, 0, 2), ring.age(SQUARE, 1, 2)
-    younger = (column > row) & (column < ring.count)
-    left = jnp.exp(jnp.sum(jnp.where(younger, along(log_decay, younger.shape, 1), 0.0), axis=1))
+    committed = plgpu.layout_cast(jnp.where(ring.age(by_column) < ring.count, log_decay, 0.0), by_column)
+    total = jnp.exp(jnp.sum(committed))
+    younger = ring.age(SQUARE, 1, 2) > ring.age(SQUARE, 0, 2)
+    left = jnp.exp(jnp.sum(jnp.where(younger, along(committed, younger.shape, 1), 0.0), axis=1))
     if ring.weight is not None:
         left = left * load(ring.weight, by_row)
     return jnp.where(ring.age(by_row) < ring.count, left, 0.0), total
 
 
 def decay_channels(ring: Ring, since: Array) -> Array:
-    """Replaces the ring's log decays by its keys, weighted and decayed up to now; ``since`` [K] is the log decay after the last.
+    """Replaces the ring's log decays by its keys, weighted and decayed up to now.
+
+    Args:
+        ring: the records.
+        since: log decay after the last of them. [K] float32
 
     Returns:
         The log decay of the checkpoint. [K] float32
@@ -167,13 +186,12 @@ def fold(tile: Ref, ring: Ring, decayed_key: Ref, left: Ref | None, total: Any, 
         total: what is left of the checkpoint: a scalar, or with a channel gate a reference to [K].
         geometry: sizes of the call.
     """
-    width = swizzled_columns(geometry.checkpoint_dtype, geometry.key_dim)
-    for first in range(0, geometry.key_dim, width):
-        columns = pl.ds(first, width)
-        shape = (TILE_ROWS, width)
+    shape = (TILE_ROWS, SWIZZLED)
+    for first in range(0, geometry.key_dim, SWIZZLED):
+        columns = pl.ds(first, SWIZZLED)
         remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
 
-        def one(j: Array, state: Array, columns: Any = columns, shape: tuple[int, int] = shape) -> Array:
+        def one(j: Array, state: Array, columns: Any = columns) -> Array:
             row = ring.row(j)
             update = load(ring.update.at[row], VALUES).astype(f32)
             if left is not None:

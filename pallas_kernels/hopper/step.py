@@ -40,6 +40,7 @@ from pallas_kernels.hopper.tiles import (
     compiler_params,
     f32,
     load,
+    pool_from,
     records_layout,
     state_tile,
 )
@@ -53,7 +54,14 @@ class StepConfig:
     columns: int = 64
 
 
-def step(rows: Rows, tokens: Tokens, pool: Pool, geometry: Geometry, config: StepConfig | None = None, interpret: Interpret = None) -> Array:
+def step(
+    rows: Rows,
+    tokens: Tokens,
+    pool: Pool,
+    geometry: Geometry,
+    config: StepConfig | None = None,
+    interpret: Interpret = None,
+) -> Array:
     """Outputs of one token per row; the pool is updated in place. The pointer is left to the caller.
 
     Args:
@@ -61,7 +69,7 @@ def step(rows: Rows, tokens: Tokens, pool: Pool, geometry: Geometry, config: Ste
         tokens: T = 1.
         pool: references to the state.
         geometry: sizes of the call.
-        config: how to cut it.
+        config: how to cut it, None for the best known.
         interpret: parameters of interpret mode, None on a GPU.
 
     Returns:
@@ -72,7 +80,7 @@ def step(rows: Rows, tokens: Tokens, pool: Pool, geometry: Geometry, config: Ste
 
     def replay_step(*refs: Ref, **scratch: Ref) -> None:
         *inputs, out = refs
-        _step_tile(Rows(*inputs[:4]), Tokens(*inputs[4:11]), _pool(inputs[11:]), out, g, config, interpret, **scratch)
+        _step_tile(Rows(*inputs[:4]), Tokens(*inputs[4:11]), pool_from(inputs[11:]), out, g, config, interpret, **scratch)
 
     kernel = plgpu.kernel(
         replay_step,
@@ -86,26 +94,19 @@ def step(rows: Rows, tokens: Tokens, pool: Pool, geometry: Geometry, config: Ste
     return kernel(*operands)
 
 
-def _pool(refs: list[Ref]) -> Pool:
-    return Pool(*refs, weight=None) if len(refs) == 4 else Pool(*refs)
-
-
 def _scratch(g: Geometry, config: StepConfig) -> dict[str, Any]:
-    chunks = g.window // config.ring_chunk
-    update_copies = chunks if g.tile_rows == TILE_ROWS else g.window
-    decay_copies = (chunks if g.channel_gate else 1) + (not g.delta_rule)
-    token_copies = 3 + g.channel_gate
     scratch = {
         "tile": state_tile(g),
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        "token": plgpu.SMEM((2, g.key_dim), g.record_dtype),
+        "query": plgpu.SMEM((g.key_dim,), g.record_dtype),
+        "key": plgpu.SMEM((g.key_dim,), g.record_dtype),
         "value": plgpu.SMEM((TILE_ROWS,), g.value_dtype),
         "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
         "factors": plgpu.SMEM((8, 32), f32),
         "answer": plgpu.SMEM((TILE_ROWS,), g.value_dtype),
         "tile_arrived": plgpu.Barrier(),
-        "arrived": plgpu.Barrier(num_arrivals=chunks + update_copies + decay_copies + token_copies),
+        "arrived": plgpu.Barrier(num_arrivals=3 + g.channel_gate + records.copies(g, config.ring_chunk)),
     }
     if g.delta_rule:
         scratch["record"] = plgpu.SMEM((TILE_ROWS,), f32)
@@ -142,7 +143,8 @@ def _step_tile(
     tile: Ref,
     keys: Ref,
     updates: Ref,
-    token: Ref,
+    query: Ref,
+    key: Ref,
     value: Ref,
     decays: Ref,
     factors: Ref,
@@ -164,8 +166,8 @@ def _step_tile(
     @pl.when(live)
     def _():
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], tile_arrived)
-        plgpu.copy_gmem_to_smem(tokens.q.at[b, 0, key_head], token.at[0], arrived)
-        plgpu.copy_gmem_to_smem(tokens.k.at[b, 0, key_head], token.at[1], arrived)
+        plgpu.copy_gmem_to_smem(tokens.q.at[b, 0, key_head], query, arrived)
+        plgpu.copy_gmem_to_smem(tokens.k.at[b, 0, key_head], key, arrived)
         plgpu.copy_gmem_to_smem(tokens.v.at[b, 0, h, values], value.at[stored], arrived)
         if g.channel_gate:
             plgpu.copy_gmem_to_smem(tokens.log_decay.at[b, 0, h], gates.at[_TOKEN], arrived)
@@ -186,7 +188,7 @@ def _step_tile(
         else:
             decay = _decay_heads(ring, factors, tokens.log_decay[b, 0, h], due)
         barrier()
-        product = _weigh_records(present, decay, token, factors, g) * scales[0] * scales[1]
+        product = _weigh_records(present, decay, (query, key), factors, g) * scales[0] * scales[1]
         plgpu.barrier_wait(tile_arrived)
 
         @pl.when(due)
@@ -197,7 +199,7 @@ def _step_tile(
 
         barrier()
         reads = _read_records(present, factors, g)
-        reads = _read_tile(tile, token, decay.read, reads, g, config)
+        reads = _read_tile(tile, (query, key), decay.read, reads, g, config)
         update = load(value, VALUES).astype(f32)
         if g.delta_rule:
             update = update - reads[1] * scales[1]
@@ -221,7 +223,7 @@ def _step_tile(
 
         @pl.when((part == 0) & (h % g.group_size == 0))
         def _():
-            plgpu.copy_smem_to_gmem(token.at[1], pool.key.at[slot, key_head, row])
+            plgpu.copy_smem_to_gmem(key, pool.key.at[slot, key_head, row])
 
     @pl.when(~live)
     def _():
@@ -249,11 +251,11 @@ def _decay_channels(ring: Ring, gates: Ref, due: Array) -> _Decay:
     return _Decay(ring.log_decay, None, gates.at[_TOTAL], gates.at[_READ], 1.0)
 
 
-def _weigh_records(ring: Ring, decay: _Decay, token: Ref, factors: Ref, g: Geometry) -> Array:
+def _weigh_records(ring: Ring, decay: _Decay, token: tuple[Ref, Ref], factors: Ref, g: Geometry) -> Array:
     """Puts what each record adds to each reader, but for the reader's scale, into ``factors``; returns q . k."""
     layout = records_layout(g.key_dim)
     shape = (g.window, g.key_dim)
-    readers = [load(token.at[i], layout.reduce(0)).astype(f32) for i in range(2)]
+    readers = [load(x, layout.reduce(0)).astype(f32) for x in token]
 
     @pl.when(ring.count > 0)
     def _():
@@ -272,15 +274,17 @@ def _read_records(ring: Ring, factors: Ref, g: Geometry) -> list[Array]:
     """What the records answer to each reader, but for its scale. [64] each"""
     zero = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), VALUES)
 
-    def one(j: Array, reads: list[Array]) -> list[Array]:
+    def one(j: Array, counts: Array, reads: list[Array]) -> list[Array]:
         row = ring.row(j)
         update = load(ring.update.at[row], VALUES).astype(f32)
-        return [read + factors[_READS + i, row] * update for i, read in enumerate(reads)]
+        return [read + (factors[_READS + i, row] * counts) * update for i, read in enumerate(reads)]
 
-    return lax.fori_loop(0, ring.count, one, [zero] * g.readers)
+    return records.visit(ring.count, one, [zero] * g.readers)
 
 
-def _read_tile(tile: Ref, token: Ref, decay: Any, reads: list[Array], g: Geometry, config: StepConfig) -> list[Array]:
+def _read_tile(
+    tile: Ref, token: tuple[Ref, Ref], decay: Any, reads: list[Array], g: Geometry, config: StepConfig
+) -> list[Array]:
     """Adds what the tile answers to each reader, but for its scale."""
     width = min(config.columns, g.key_dim)
     totals = [None] * g.readers
@@ -289,7 +293,7 @@ def _read_tile(tile: Ref, token: Ref, decay: Any, reads: list[Array], g: Geometr
         state = load(tile.at[:, columns], STATE).astype(f32)
         gate = load(decay.at[columns], COLUMNS) if g.channel_gate else None
         for i in range(g.readers):
-            x = load(token.at[i, columns], COLUMNS).astype(f32)
+            x = load(token[i].at[columns], COLUMNS).astype(f32)
             x = x if gate is None else x * gate
             part = jnp.sum(state * along(x, state.shape, 1), axis=1)
             totals[i] = part if totals[i] is None else totals[i] + part

@@ -7,13 +7,13 @@ Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 
 Array = jax.Array
@@ -27,6 +27,7 @@ STATE = plgpu.Layout.WGMMA
 VALUES = STATE.reduce(1)  # [64], one per row of the tile
 COLUMNS = STATE.reduce(0)  # one per column of the tile, in every warp
 TILE_ROWS = 64
+SWIZZLED = 32  # columns of a swizzled row; slices of one are multiples of it
 
 
 def _tiled(tiles: tuple[tuple[int, ...], ...]) -> Any:
@@ -37,14 +38,19 @@ def _tiled(tiles: tuple[tuple[int, ...], ...]) -> Any:
 SQUARE = _tiled(((16, 16), (4, 16), (2,)))
 _RECORDS_64 = _tiled(((16, 64), (4, 64), (8,)))
 _RECORDS_32 = _tiled(((16, 32), (4, 32), (4,)))
-_EVERY_WARP = plgpu.Layout.TILED(
-    plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-)
+_EVERY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 
 
 def records_layout(key_dim: int) -> Any:
     """[16 n, K]: four rows a warp, eight lanes a row."""
     return _RECORDS_32 if key_dim % 64 else _RECORDS_64
+
+
+def eight_rows_layout(key_dim: int) -> Any:
+    """[8 n, K]: what swizzled rows of bfloat16 are written with. A warp takes 32 columns of all rows, or two rows of 32."""
+    if key_dim % 128:
+        return _tiled(((8, 32), (2, 32), (2,)))
+    return plgpu.Layout.TILED(plgpu.Tiling(((8, 128), (8, 32), (8,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def channels_layout(key_dim: int) -> Any:
@@ -81,6 +87,11 @@ class Pool(NamedTuple):
     update: Ref  # [N, H, L, V] float32 with the delta rule, else the record dtype
     log_decay: Ref  # [N, H, L] or [N, H, L, K] float32
     weight: Ref | None  # [N, H, L] float32 without the delta rule
+
+
+def pool_from(refs: Sequence[Ref]) -> Pool:
+    """The pool from its references, the weights' one left out with the delta rule."""
+    return Pool(*refs) if len(refs) == 5 else Pool(*refs, weight=None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,21 +151,15 @@ def unsupported(geometry: Geometry) -> str | None:
 
 
 def state_tile(geometry: Geometry) -> Any:
-    """Shared memory for one tile of the state, swizzled so that a warp reads it without bank conflicts."""
+    """Shared memory for one tile of the state."""
     dtype = jnp.dtype(geometry.checkpoint_dtype)
-    return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype, geometry.key_dim))
+    return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype))
 
 
-def swizzled(dtype: Any, columns: int) -> tuple[Any, Any]:
-    """Transforms of a [8 m, columns] array whose rows are cut into the widest swizzle that divides them."""
-    width = swizzled_columns(dtype, columns)
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * jnp.dtype(dtype).itemsize)
-
-
-def swizzled_columns(dtype: Any, columns: int) -> int:
-    """Columns of one swizzle atom: 128 bytes, or as many as divide the row. Slices of a swizzled array are multiples of it."""
-    size = jnp.dtype(dtype).itemsize
-    return next(width // size for width in (128, 64, 32) if columns * size % width == 0)
+def swizzled(dtype: Any) -> tuple[Any, Any]:
+    """Transforms of an [8 m, 32 n] array in shared memory: what a warp or the tensor cores read without bank conflicts."""
+    width = SWIZZLED * jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(width)
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -185,17 +190,10 @@ def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: In
     plgpu.copy_gmem_to_smem(source, target, arrived, **predicate)
 
 
-def copy_rows(source: Any, target: Ref, count: int, geometry: Geometry, arrived: Ref) -> int:
-    """``count`` rows of a tile's values into a [count, 64] buffer; returns the arrivals that this makes.
-
-    ``source(i)`` is one row in global memory, ``source(None)`` all of them.
-    """
-    if geometry.tile_rows == TILE_ROWS:
-        plgpu.copy_gmem_to_smem(source(None), target, arrived)
-        return 1
-    for i in range(count):
-        plgpu.copy_gmem_to_smem(source(i), target.at[i, pl.ds(0, geometry.tile_rows)], arrived)
-    return count
+def split(x: Array) -> tuple[Array, Array]:
+    """float32 as the sum of two bfloat16, to 2**-17: the first truncated, so that packed conversions serve."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, i32) & jnp.int32(-65536), f32)
+    return high.astype(bf16), (x - high).astype(bf16)
 
 
 def round_to_checkpoint(x: Array, dtype: Any) -> Array:
@@ -207,6 +205,6 @@ def round_to_checkpoint(x: Array, dtype: Any) -> Array:
 
 
 def compiler_params() -> Any:
-    # Barriers are placed by hand, where data crosses threads. Every shared buffer is padded to 1 KB, so the default scratch
-    # for reductions across warps, which no kernel here does, would cost residency.
-    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=0)
+    # Barriers are placed by hand, where data crosses threads. No reduction here crosses warps, and the default scratch for
+    # those (2 KB) would cost residency; 16 bytes are what the lowering of any reduction to a scalar asks for.
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=16)

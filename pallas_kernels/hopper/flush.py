@@ -1,0 +1,119 @@
+"""Folds committed records into the checkpoint now: for snapshots, hand-over, a change of precision.
+
+    C <- C D + sum_l w_l u_l key_l^T          rounded once to the checkpoint's dtype
+
+An ordinary decode loop never calls it: a step or a verify folds a row whose turn it is in the same pass.
+"""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper import records
+from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    Geometry,
+    Interpret,
+    Pool,
+    Ref,
+    Rows,
+    barrier,
+    channels_layout,
+    compiler_params,
+    f32,
+    pool_from,
+    state_tile,
+)
+
+_CHUNK = 4  # ring rows that are copied together
+
+
+def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = None) -> None:
+    """Folds the records of rows whose length is not 0; the pool is updated in place, the pointer is left to the caller.
+
+    Args:
+        rows: slots, lengths (0 or 1: whether to fold) and pointers.
+        pool: references to the state; rings are only read.
+        geometry: sizes of the call; tokens and value_dtype are not used.
+        interpret: parameters of interpret mode, None on a GPU.
+    """
+    g = geometry
+    operands = [*rows, *(x for x in pool if x is not None)]
+
+    def replay_flush(*refs: Ref, **scratch: Ref) -> None:
+        _flush_tile(Rows(*refs[:4]), pool_from(refs[4:]), g, interpret, **scratch)
+
+    plgpu.kernel(
+        replay_flush,
+        grid=(g.rows * g.value_heads * g.tiles,),
+        grid_names=("tile",),
+        scratch_types=_scratch(g),
+        compiler_params=compiler_params(),
+        interpret=interpret,
+    )(*operands)
+
+
+def _scratch(g: Geometry) -> dict[str, Any]:
+    scratch = {
+        "tile": state_tile(g),
+        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
+        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
+        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
+        "factors": plgpu.SMEM((2, 32), f32),  # what is left of each record, the records' weights
+        "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, _CHUNK)),
+    }
+    if g.channel_gate:
+        scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
+    return scratch
+
+
+def _flush_tile(
+    rows: Rows,
+    pool: Pool,
+    g: Geometry,
+    interpret: Interpret,
+    *,
+    tile: Ref,
+    keys: Ref,
+    updates: Ref,
+    decays: Ref,
+    factors: Ref,
+    arrived: Ref,
+    total: Ref | None = None,
+) -> None:
+    """The kernel's body: one tile of one value head of one row."""
+    index = lax.axis_index("tile")
+    part, index = index % g.tiles, index // g.tiles
+    h, b = index % g.value_heads, index // g.value_heads
+    slot = rows.slots[b]
+    wanted = (slot >= 0) & (slot < g.slots) & (rows.lengths[b] > 0)
+    count = rows.length[jnp.where(wanted, slot, 0)]
+
+    @pl.when(wanted & (count > 0))
+    def _():
+        values, stored = pl.ds(part * g.tile_rows, g.tile_rows), pl.ds(0, g.tile_rows)
+        weight = None if g.delta_rule else factors.at[1, pl.ds(0, g.window)]
+        ring = Ring(keys, updates, decays, weight, rows.origin[slot] & (g.window - 1), count)
+        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
+        records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, arrived, interpret)
+        records.request_decays(pool, slot, h, ring, g, _CHUNK, arrived, interpret)
+        records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, _CHUNK, arrived, interpret)
+        plgpu.barrier_wait(arrived)
+        if g.channel_gate:
+            elapsed = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))
+            total[...] = jnp.exp(elapsed)
+            barrier()
+            records.fold(tile, ring, decays, None, total, g)
+        else:
+            left, remains = records.decay_heads(ring)
+            kept = factors.at[0, pl.ds(0, g.window)]
+            kept[...] = left
+            barrier()
+            records.fold(tile, ring, keys, kept, remains, g)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[slot, h, values])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
