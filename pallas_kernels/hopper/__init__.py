@@ -1,20 +1,9 @@
 """Kernels for Hopper GPUs (H100, H200) in Pallas Mosaic GPU."""
 
 from pallas_kernels.hopper.flush import flush
-from pallas_kernels.hopper.step import StepConfig, step
+from pallas_kernels.hopper.step import step
+from pallas_kernels.hopper.stream import StreamConfig
 from pallas_kernels.hopper.tiles import Geometry, Interpret, Pool, Rows, Tokens, unsupported
-from pallas_kernels.hopper.verify import VerifyConfig, verify
+from pallas_kernels.hopper.verify import verify
 
-__all__ = [
-    "Geometry",
-    "Interpret",
-    "Pool",
-    "Rows",
-    "StepConfig",
-    "Tokens",
-    "VerifyConfig",
-    "flush",
-    "step",
-    "unsupported",
-    "verify",
-]
+__all__ = ["Geometry", "Interpret", "Pool", "Rows", "StreamConfig", "Tokens", "flush", "step", "unsupported", "verify"]

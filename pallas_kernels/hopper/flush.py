@@ -68,6 +68,8 @@ def _scratch(g: Geometry) -> dict[str, Any]:
     }
     if g.channel_gate:
         scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
+        if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
+            scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
     return scratch
 
 
@@ -84,6 +86,7 @@ def _flush_tile(
     factors: Ref,
     arrived: Ref,
     total: Ref | None = None,
+    decayed: Ref | None = None,
 ) -> None:
     """The kernel's body: one tile of one value head of one row."""
     index = lax.axis_index("tile")
@@ -97,7 +100,9 @@ def _flush_tile(
     def _():
         values, stored = pl.ds(part * g.tile_rows, g.tile_rows), pl.ds(0, g.tile_rows)
         weight = None if g.delta_rule else factors.at[1, pl.ds(0, g.window)]
-        ring = Ring(keys, updates, decays, weight, rows.origin[slot] & (g.window - 1), count)
+        own = decays if decayed is None else decayed
+        start = rows.origin[slot] & (g.window - 1)
+        ring = Ring(keys, own if g.channel_gate else keys, updates, decays, weight, start, count)
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
         records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, arrived, interpret)
         records.request_decays(pool, slot, h, ring, g, _CHUNK, arrived, interpret)
@@ -107,13 +112,13 @@ def _flush_tile(
             elapsed = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))
             total[...] = jnp.exp(elapsed)
             barrier()
-            records.fold(tile, ring, decays, None, total, g)
+            records.fold(tile, ring, None, total, g)
         else:
             left, remains = records.decay_heads(ring)
             kept = factors.at[0, pl.ds(0, g.window)]
             kept[...] = left
             barrier()
-            records.fold(tile, ring, keys, kept, remains, g)
+            records.fold(tile, ring, kept, remains, g)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[slot, h, values])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

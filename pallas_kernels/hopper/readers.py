@@ -39,7 +39,7 @@ class Drafts(NamedTuple):
 
     queries: Ref  # [T, K] record dtype
     keys: Ref  # [16, K] record dtype
-    gates: Ref | None  # [T, K] float32 with a channel gate
+    gates: Ref | None  # [T, K] float32, log decays of a channel gate
 
 
 class Scalars(NamedTuple):
@@ -54,13 +54,6 @@ class Scalars(NamedTuple):
 def columns(geometry: Geometry) -> int:
     """Columns of the drafts' answers, filled up to a multiple of 8: of the queries, then with the delta rule of the keys."""
     return -(-geometry.readers * geometry.tokens // 8) * 8
-
-
-def open_gates(drafts: Drafts, geometry: Geometry) -> None:
-    """Replaces the drafts' log decays by decays."""
-    channels = channels_layout(geometry.key_dim)
-    for i in range(geometry.tokens):
-        drafts.gates[i] = jnp.exp(load(drafts.gates.at[i], channels))
 
 
 def multiply(drafts: Drafts, ring_keys: Ref, products: Ref, length: Array, geometry: Geometry) -> None:
@@ -80,7 +73,7 @@ def multiply(drafts: Drafts, ring_keys: Ref, products: Ref, length: Array, geome
     def one(i: Array, keys: tuple[Array, Array]) -> tuple[Array, Array]:
         ring, own = keys
         if g.channel_gate:
-            gate = load(drafts.gates.at[i], layout.reduce(0))
+            gate = jnp.exp(load(drafts.gates.at[i], layout.reduce(0)))
             ring = ring * along(gate, ring.shape, 1)
             own = jnp.where(row < i, own * along(gate, own.shape, 1), own)
         for reader, source in enumerate((drafts.queries, drafts.keys)[: g.readers]):
@@ -174,7 +167,7 @@ def store_readers(drafts: Drafts, gate: Array | None, stage: Ref, planes: list[R
     readers: list[list[Array]] = [[] for _ in range(g.readers)]
     for i in range(g.tokens):
         if gate is not None:
-            gate = gate * load(drafts.gates.at[i], channels)
+            gate = gate * jnp.exp(load(drafts.gates.at[i], channels))
         for rows, source in zip(readers, (drafts.queries, drafts.keys), strict=False):
             x = load(source.at[i], channels).astype(f32)
             rows.append(x if gate is None else x * gate)

@@ -38,8 +38,9 @@ class Ring(NamedTuple):
     """The records of one row, as one value head and one tile see them."""
 
     key: Ref  # [L, K] record dtype
+    decayed: Ref  # [L, K] the keys, with a channel gate (float32) decayed and weighted; may be the log decays' memory
     update: Ref  # [L, 64] float32 or record dtype
-    log_decay: Ref  # [L] or [L, K] float32; a channel gate's decays are replaced by decayed keys
+    log_decay: Ref  # [L] or [L, K] float32
     weight: Ref | None  # [L] float32
     start: Array  # ring row of record 0
     count: Array  # committed records
@@ -152,7 +153,7 @@ def decay_heads(ring: Ring) -> tuple[Array, Array]:
 
 
 def decay_channels(ring: Ring, since: Array) -> Array:
-    """Replaces the ring's log decays by its keys, weighted and decayed up to now.
+    """Fills in the decayed keys of a channel gate.
 
     Args:
         ring: the records.
@@ -167,21 +168,20 @@ def decay_channels(ring: Ring, since: Array) -> Array:
         row = ring.row(ring.count - 1 - i)
         log_decay = load(ring.log_decay.at[row], channels)
         key = load(ring.key.at[row], channels).astype(f32) * jnp.exp(elapsed)
-        ring.log_decay[row] = key if ring.weight is None else key * ring.weight[row]
+        ring.decayed[row] = key if ring.weight is None else key * ring.weight[row]
         return elapsed + log_decay
 
     return lax.fori_loop(0, ring.count, one, since)
 
 
-def fold(tile: Ref, ring: Ring, decayed_key: Ref, left: Ref | None, total: Any, geometry: Geometry) -> None:
+def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry) -> None:
     """Folds the committed records into a tile in shared memory: S <- S total + sum_l left_l update_l key_l^T, rounded once.
 
     In float32 on the CUDA cores: exact, and hidden behind the tile's read and write.
 
     Args:
         tile: [64, K] checkpoint dtype
-        ring: the records; only its start, count and updates are used.
-        decayed_key: [L, K]; with a head gate the keys as they are.
+        ring: the records.
         left: factor of each record by ring row, [L], or None with a channel gate.
         total: what is left of the checkpoint: a scalar, or with a channel gate a reference to [K].
         geometry: sizes of the call.
@@ -196,7 +196,7 @@ def fold(tile: Ref, ring: Ring, decayed_key: Ref, left: Ref | None, total: Any, 
             update = load(ring.update.at[row], VALUES).astype(f32)
             if left is not None:
                 update = update * left[row]
-            key = load(decayed_key.at[row, columns], COLUMNS).astype(f32)
+            key = load(ring.decayed.at[row, columns], COLUMNS).astype(f32)
             return state + along(update, shape, 0) * along(key, shape, 1)
 
         state = load(tile.at[:, columns], STATE).astype(f32) * remains

@@ -1,26 +1,23 @@
 """One token per row: reads the checkpoint once, appends a record, folds a ring whose turn it is.
 
-One warpgroup per tile of the state; what it needs is requested by TMA as soon as the slot is known, and several tiles live on
-a multiprocessor at a time, so that each one's latency hides behind the others' reads. With alpha the token's gate, D what is
-left of the checkpoint C and w_l of record l,
+With alpha the token's gate, D what is left of the checkpoint C when the token comes and w_l what is left of record l,
 
     h_x = alpha (D C x + sum_l w_l (key_l . x) u_l)          for x = q and, with the delta rule, x = k
     u   = beta (v - h_k)                                      o = h_q + (k . q) u
 
-With a channel gate alpha D and alpha w_l multiply channels: they go into x and into the keys before the products.
+With a channel gate alpha D and alpha w_l multiply channels: the first goes into x, the second into the keys. Without the delta
+rule h_k is left out. All of it in float32 on the CUDA cores: two multiply-adds per element of the state hide behind its read.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import records
-from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.stream import Stream, StreamConfig, best_config, launch
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
@@ -31,27 +28,17 @@ from pallas_kernels.hopper.tiles import (
     Geometry,
     Interpret,
     Pool,
-    Ref,
     Rows,
     Tokens,
     along,
     barrier,
     channels_layout,
-    compiler_params,
     f32,
     load,
-    pool_from,
     records_layout,
-    state_tile,
 )
 
-
-@dataclasses.dataclass(frozen=True)
-class StepConfig:
-    """How the work is cut: ring rows that are copied together, columns of the state that a thread holds at a time."""
-
-    ring_chunk: int = 4
-    columns: int = 64
+_COLUMNS_AT_ONCE = 64
 
 
 def step(
@@ -59,7 +46,7 @@ def step(
     tokens: Tokens,
     pool: Pool,
     geometry: Geometry,
-    config: StepConfig | None = None,
+    config: StreamConfig | None = None,
     interpret: Interpret = None,
 ) -> Array:
     """Outputs of one token per row; the pool is updated in place. The pointer is left to the caller.
@@ -75,227 +62,156 @@ def step(
     Returns:
         [B, 1, H, V] v's dtype, zero for padding.
     """
-    g, config = geometry, config or StepConfig()
-    operands = [*rows, *tokens, *(x for x in pool if x is not None)]
-
-    def replay_step(*refs: Ref, **scratch: Ref) -> None:
-        *inputs, out = refs
-        _step_tile(Rows(*inputs[:4]), Tokens(*inputs[4:11]), pool_from(inputs[11:]), out, g, config, interpret, **scratch)
-
-    kernel = plgpu.kernel(
-        replay_step,
-        out_type=jax.ShapeDtypeStruct((g.rows, 1, g.value_heads, g.value_dim), g.value_dtype),
-        grid=(g.rows * g.value_heads * g.tiles,),
-        grid_names=("tile",),
-        scratch_types=_scratch(g, config),
-        compiler_params=compiler_params(),
-        interpret=interpret,
-    )
-    return kernel(*operands)
+    config = config or best_config(geometry)
+    return launch("replay_step", _step, _scratch(geometry), (rows, tokens, pool), geometry, config, interpret)
 
 
-def _scratch(g: Geometry, config: StepConfig) -> dict[str, Any]:
+def _scratch(g: Geometry) -> dict[str, Any]:
     scratch = {
-        "tile": state_tile(g),
-        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        "query": plgpu.SMEM((g.key_dim,), g.record_dtype),
-        "key": plgpu.SMEM((g.key_dim,), g.record_dtype),
-        "value": plgpu.SMEM((TILE_ROWS,), g.value_dtype),
-        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
-        "factors": plgpu.SMEM((8, 32), f32),
-        "answer": plgpu.SMEM((TILE_ROWS,), g.value_dtype),
-        "tile_arrived": plgpu.Barrier(),
-        "arrived": plgpu.Barrier(num_arrivals=3 + g.channel_gate + records.copies(g, config.ring_chunk)),
+        "query": plgpu.SMEM((1, g.key_dim), g.record_dtype),
+        "key": plgpu.SMEM((1, g.key_dim), g.record_dtype),
+        "factors": plgpu.SMEM((6, 32), f32),
+        "answers": plgpu.SMEM((1, TILE_ROWS), g.value_dtype),
+        "record": plgpu.SMEM((1, TILE_ROWS), g.update_dtype),
     }
-    if g.delta_rule:
-        scratch["record"] = plgpu.SMEM((TILE_ROWS,), f32)
     if g.channel_gate:
-        scratch["gates"] = plgpu.SMEM((4, g.key_dim), f32)
+        scratch["remains"] = plgpu.SMEM((g.key_dim,), f32)  # of the state that the token reads, after its own gate
     return scratch
 
 
-# Rows of the scratch "factors": what is left of each record, the records' weights, what each record adds to each reader.
-_LEFT, _WEIGHT, _READS = 0, 1, 2
-# Rows of the scratch "gates": the token's log decay, what is left of the checkpoint after the ring, and after the token too.
-_TOKEN, _TOTAL, _READ = 0, 1, 2
+# Rows of the scratch "factors": what is left of each record; products of query and key with the records' keys; what each record
+# adds to what query and key read; scalars: what is left of the checkpoint, and of the state that the token reads.
+_LEFT, _DOTS, _READS, _SCALARS = 0, 1, 3, 5
 
 
-class _Decay(NamedTuple):
-    """What time has left of the past. Scalars with a head gate, references to [K] with a channel gate."""
+class _Numbers(NamedTuple):
+    """The token's numbers for one value head."""
 
-    key: Ref  # [L, K] keys, with a channel gate decayed up to and with the token
-    left: Ref | None  # [L] what is left of each record when the token comes; with a channel gate the keys say it
-    total: Any  # what is left of the checkpoint when the token comes
-    read: Any  # what is left, after the token's own gate, of the state that it reads
-    token: Any  # the token's own gate, 1 where the keys hold it already
+    beta: Array
+    q_scale: Array
+    k_scale: Array
 
 
-def _step_tile(
-    rows: Rows,
-    tokens: Tokens,
-    pool: Pool,
-    out: Ref,
-    g: Geometry,
-    config: StepConfig,
-    interpret: Interpret,
-    *,
-    tile: Ref,
-    keys: Ref,
-    updates: Ref,
-    query: Ref,
-    key: Ref,
-    value: Ref,
-    decays: Ref,
-    factors: Ref,
-    answer: Ref,
-    tile_arrived: Ref,
-    arrived: Ref,
-    record: Ref | None = None,
-    gates: Ref | None = None,
-) -> None:
-    """The kernel's body: one tile of one value head of one row."""
-    index = lax.axis_index("tile")
-    part, index = index % g.tiles, index // g.tiles
-    h, b = index % g.value_heads, index // g.value_heads  # heads of one key head run side by side, so its keys stay in L2
-    key_head = h // g.group_size
-    values, stored = pl.ds(part * g.tile_rows, g.tile_rows), pl.ds(0, g.tile_rows)
-    slot = rows.slots[b]
-    live = (slot >= 0) & (slot < g.slots) & (rows.lengths[b] > 0)
-
-    @pl.when(live)
-    def _():
-        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], tile_arrived)
-        plgpu.copy_gmem_to_smem(tokens.q.at[b, 0, key_head], query, arrived)
-        plgpu.copy_gmem_to_smem(tokens.k.at[b, 0, key_head], key, arrived)
-        plgpu.copy_gmem_to_smem(tokens.v.at[b, 0, h, values], value.at[stored], arrived)
-        if g.channel_gate:
-            plgpu.copy_gmem_to_smem(tokens.log_decay.at[b, 0, h], gates.at[_TOKEN], arrived)
-        count, start = rows.length[slot], rows.origin[slot] & (g.window - 1)
-        weight = None if g.delta_rule else factors.at[_WEIGHT, pl.ds(0, g.window)]
-        ring = Ring(keys, updates, decays, weight, start, count)
-        chunk = config.ring_chunk
-        records.request_keys(pool, slot, key_head, ring, chunk, arrived, interpret)
-        records.request_decays(pool, slot, h, ring, g, chunk, arrived, interpret)
-        records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, chunk, arrived, interpret)
-        beta, scales = tokens.beta[b, 0, h], (tokens.q_scale[b, 0, key_head], tokens.k_scale[b, 0, key_head])
-        due = count + 2 * g.max_draft > g.window
-        present = ring._replace(count=jnp.where(due, 0, count))  # records that are still in the ring when the token reads
-
-        plgpu.barrier_wait(arrived)
-        if g.channel_gate:
-            decay = _decay_channels(ring, gates, due)
-        else:
-            decay = _decay_heads(ring, factors, tokens.log_decay[b, 0, h], due)
-        barrier()
-        product = _weigh_records(present, decay, (query, key), factors, g) * scales[0] * scales[1]
-        plgpu.barrier_wait(tile_arrived)
-
-        @pl.when(due)
-        def _():
-            records.fold(tile, ring, decay.key, decay.left, decay.total, g)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[slot, h, values])
-
-        barrier()
-        reads = _read_records(present, factors, g)
-        reads = _read_tile(tile, (query, key), decay.read, reads, g, config)
-        update = load(value, VALUES).astype(f32)
-        if g.delta_rule:
-            update = update - reads[1] * scales[1]
-        update = update * beta
-        answer[...] = (reads[0] * scales[0] + product * update).astype(g.value_dtype)
-        if record is not None:
-            record[...] = update * scales[1]
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(answer.at[stored], out.at[b, 0, h, values])
-        row = ring.row(count)
-        plgpu.copy_smem_to_gmem((value if record is None else record).at[stored], pool.update.at[slot, h, row, values])
-
-        @pl.when(part == 0)
-        def _():
-            if pool.weight is not None:
-                pool.weight[slot, h, row] = beta * scales[1]
-            if g.channel_gate:
-                plgpu.copy_smem_to_gmem(gates.at[_TOKEN], pool.log_decay.at[slot, h, row])
-            else:
-                pool.log_decay[slot, h, row] = tokens.log_decay[b, 0, h]
-
-        @pl.when((part == 0) & (h % g.group_size == 0))
-        def _():
-            plgpu.copy_smem_to_gmem(key, pool.key.at[slot, key_head, row])
-
-    @pl.when(~live)
-    def _():
-        answer[...] = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), g.value_dtype), VALUES)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(answer.at[stored], out.at[b, 0, h, values])
-
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _decay_heads(ring: Ring, factors: Ref, log_decay: Array, due: Array) -> _Decay:
-    left, total = records.decay_heads(ring)
-    kept = factors.at[_LEFT, pl.ds(0, ring.window)]
-    kept[...] = left
-    alpha = jnp.exp(log_decay)
-    return _Decay(ring.key, kept, total, alpha * jnp.where(due, 1.0, total), alpha)
-
-
-def _decay_channels(ring: Ring, gates: Ref, due: Array) -> _Decay:
-    log_decay = load(gates.at[_TOKEN], channels_layout(ring.key.shape[1]))
-    since = lax.cond(due, lambda: jnp.zeros_like(log_decay), lambda: log_decay)
-    elapsed = records.decay_channels(ring, since)
-    gates[_TOTAL] = jnp.exp(elapsed)
-    gates[_READ] = jnp.exp(lax.cond(due, lambda: log_decay, lambda: elapsed))
-    return _Decay(ring.log_decay, None, gates.at[_TOTAL], gates.at[_READ], 1.0)
-
-
-def _weigh_records(ring: Ring, decay: _Decay, token: tuple[Ref, Ref], factors: Ref, g: Geometry) -> Array:
-    """Puts what each record adds to each reader, but for the reader's scale, into ``factors``; returns q . k."""
+def _step(stream: Stream) -> None:
+    """The kernel's body for a live row."""
+    g, s = stream.g, stream.scratch
+    stream.start(s["query"], s["key"])
+    plgpu.barrier_wait(s["keys_arrived"])
     layout = records_layout(g.key_dim)
-    shape = (g.window, g.key_dim)
-    readers = [load(x, layout.reduce(0)).astype(f32) for x in token]
+    query, key = (load(s[x].at[0], layout.reduce(0)).astype(f32) for x in ("query", "key"))
+    product = jnp.sum(query * key)
+    if not g.channel_gate:
+        _multiply_records(stream)
+        barrier()
+    stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t, product))
+    stream.append_keys(s["key"])
 
-    @pl.when(ring.count > 0)
+
+def _multiply_records(stream: Stream) -> None:
+    """Products of query and key with the keys of the records, whatever lies in dead rows."""
+    g, s, layout = stream.g, stream.scratch, records_layout(stream.g.key_dim)
+
+    @pl.when(stream.present.count > 0)
     def _():
-        by_row = SQUARE.reduce(1)
-        key = load(decay.key, layout).astype(f32)
-        live = ring.age(by_row) < ring.count
-        left = 1.0 if decay.left is None else load(decay.left, by_row) * decay.token
-        for i, x in enumerate(readers[: g.readers]):
-            dots = plgpu.layout_cast(jnp.sum(key * along(x, shape, 1), axis=1), by_row)
-            factors[_READS + i, pl.ds(0, g.window)] = jnp.where(live, dots * left, 0.0)
-
-    return jnp.sum(readers[0] * readers[1])
+        keys = load(stream.ring.decayed, layout).astype(f32)
+        for i, name in enumerate(("query", "key")[: g.readers]):
+            x = load(s[name].at[0], layout.reduce(0)).astype(f32)
+            dots = jnp.sum(keys * along(x, keys.shape, 1), axis=1)
+            s["factors"][_DOTS + i, pl.ds(0, g.window)] = plgpu.layout_cast(dots, SQUARE.reduce(1))
 
 
-def _read_records(ring: Ring, factors: Ref, g: Geometry) -> list[Array]:
-    """What the records answer to each reader, but for its scale. [64] each"""
-    zero = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), f32), VALUES)
+def _solve(stream: Stream, head: Array) -> None:
+    """What all tiles of a value head share: what time has left of the past."""
+    g, s, h, by_row = stream.g, stream.scratch, stream.first_head + head, SQUARE.reduce(1)
+    factors, rows = s["factors"], pl.ds(0, g.window)
+    plgpu.barrier_wait(s["head_arrived"])
+    if g.channel_gate:
+        _decay_channels(stream, h)
+        barrier()
+        _multiply_records(stream)
+        left, alpha = 1.0, 1.0
+    else:
+        left, total = records.decay_heads(stream.ring)
+        alpha = jnp.exp(stream.tokens.log_decay[stream.b, 0, h])
+        factors[_LEFT, rows] = left
+        factors[_SCALARS, 0] = total
+        factors[_SCALARS, 1] = alpha * jnp.where(stream.due, 1.0, total)
+    barrier()
+
+    @pl.when(stream.present.count > 0)
+    def _():
+        live = stream.ring.age(by_row) < stream.ring.count
+        for i in range(g.readers):
+            dots = load(factors.at[_DOTS + i, rows], by_row)
+            factors[_READS + i, rows] = jnp.where(live, dots * left * alpha, 0.0)
+
+    barrier()
+    stream.append_numbers(h)
+
+
+def _decay_channels(stream: Stream, h: Array) -> None:
+    s = stream.scratch
+    stream.append_gates(h)
+    log_decay = load(s["gates"].at[0], channels_layout(stream.g.key_dim))
+    since = lax.cond(stream.due, lambda: jnp.zeros_like(log_decay), lambda: log_decay)
+    elapsed = records.decay_channels(stream.ring, since)
+    s["total"][...] = jnp.exp(elapsed)  # for a fold, which leaves the token's own gate out
+    s["remains"][...] = jnp.exp(lax.cond(stream.due, lambda: log_decay, lambda: elapsed))
+
+
+def _answer(stream: Stream, t: Array, product: Array) -> None:
+    """One tile: folds it if due, reads it, stores answer and update, and asks for the next one."""
+    g, s, stored = stream.g, stream.scratch, pl.ds(0, stream.g.tile_rows)
+    if g.channel_gate:
+        stream.fold_if_due(t, None, s["total"])
+    else:
+        stream.fold_if_due(t, s["factors"].at[_LEFT], s["factors"][_SCALARS, 0])
+    reads = _read_tile(stream)
+    stream.tile_done(t)
+    numbers = _numbers(stream, t)
+    reads = _read_records(stream, reads)
+    value = load(s["values"].at[0], VALUES)
+    update = value.astype(f32)
+    if g.delta_rule:
+        update = update - reads[1] * numbers.k_scale
+    update = update * numbers.beta
+    output = reads[0] * numbers.q_scale + update * (product * numbers.q_scale * numbers.k_scale)
+    s["answers"][0] = output.astype(g.value_dtype)
+    s["record"][0] = update * numbers.k_scale if g.delta_rule else value
+    stream.store(t, lambda i: s["record"].at[:, stored], None)
+
+    @pl.when(t + 1 < stream.num_tiles)
+    def _():
+        stream.request_inputs(t + 1)
+
+
+def _numbers(stream: Stream, t: Array) -> _Numbers:
+    tokens, b, h = stream.tokens, stream.b, stream.place(t)[0]
+    return _Numbers(tokens.beta[b, 0, h], tokens.q_scale[b, 0, stream.key_head], tokens.k_scale[b, 0, stream.key_head])
+
+
+def _read_tile(stream: Stream) -> list[Array]:
+    """What the tile answers to each reader, but for its scale. [64] each"""
+    g, s = stream.g, stream.scratch
+    totals: list[Any] = [0.0] * g.readers
+    for first in range(0, g.key_dim, _COLUMNS_AT_ONCE):
+        columns = pl.ds(first, min(_COLUMNS_AT_ONCE, g.key_dim - first))
+        state = load(s["tile"].at[:, columns], STATE).astype(f32)
+        gate = load(s["remains"].at[columns], COLUMNS) if g.channel_gate else 1.0
+        for i, name in enumerate(("query", "key")[: g.readers]):
+            x = load(s[name].at[0, columns], COLUMNS).astype(f32) * gate
+            totals[i] = totals[i] + jnp.sum(state * along(x, state.shape, 1), axis=1)
+    scale = 1.0 if g.channel_gate else s["factors"][_SCALARS, 1]
+    return [total * scale for total in totals]
+
+
+def _read_records(stream: Stream, reads: list[Array]) -> list[Array]:
+    """Adds what the records answer to each reader, but for its scale."""
+    ring, factors = stream.present, stream.scratch["factors"]
 
     def one(j: Array, counts: Array, reads: list[Array]) -> list[Array]:
         row = ring.row(j)
         update = load(ring.update.at[row], VALUES).astype(f32)
         return [read + (factors[_READS + i, row] * counts) * update for i, read in enumerate(reads)]
 
-    return records.visit(ring.count, one, [zero] * g.readers)
-
-
-def _read_tile(
-    tile: Ref, token: tuple[Ref, Ref], decay: Any, reads: list[Array], g: Geometry, config: StepConfig
-) -> list[Array]:
-    """Adds what the tile answers to each reader, but for its scale."""
-    width = min(config.columns, g.key_dim)
-    totals = [None] * g.readers
-    for first in range(0, g.key_dim, width):
-        columns = pl.ds(first, min(width, g.key_dim - first))
-        state = load(tile.at[:, columns], STATE).astype(f32)
-        gate = load(decay.at[columns], COLUMNS) if g.channel_gate else None
-        for i in range(g.readers):
-            x = load(token[i].at[columns], COLUMNS).astype(f32)
-            x = x if gate is None else x * gate
-            part = jnp.sum(state * along(x, state.shape, 1), axis=1)
-            totals[i] = part if totals[i] is None else totals[i] + part
-    scale = 1.0 if g.channel_gate else decay
-    return [read + total * scale for read, total in zip(reads, totals, strict=True)]
+    return records.visit(ring.count, one, reads)

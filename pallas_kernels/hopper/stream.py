@@ -1,0 +1,339 @@
+"""How a step and a verify walk over the state: one warpgroup streams the tiles of a few value heads of one key head of one row.
+
+What is needed is requested by TMA as soon as the slot is known, the next tile as soon as this one has been read; three to five
+warpgroups live on a multiprocessor, so that each one's waiting hides behind the others' work. What a key head's value heads
+share is done once for all of them, what a value head's tiles share once a head.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper import records
+from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    Array,
+    Geometry,
+    Interpret,
+    Pool,
+    Ref,
+    Rows,
+    Tokens,
+    channels_layout,
+    compiler_params,
+    f32,
+    load,
+    pool_from,
+    state_tile,
+)
+
+_MULTIPROCESSORS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamConfig:
+    """How the work is cut: value heads that one warpgroup serves, ring rows that are copied together."""
+
+    heads: int = 4
+    ring_chunk: int = 4
+
+
+def best_config(geometry: Geometry) -> StreamConfig:
+    """As many heads of one key head as share its products, but enough warpgroups to fill the GPU."""
+    g = geometry
+    enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
+    return StreamConfig(heads=max(n for n in (1, 2, 3, 4) if g.group_size % n == 0 and n <= enough))
+
+
+def launch(
+    name: str,
+    work: Callable[["Stream"], None],
+    scratch: dict[str, Any],
+    operands: tuple[Rows, Tokens, Pool],
+    geometry: Geometry,
+    config: StreamConfig,
+    interpret: Interpret,
+) -> Array:
+    """Runs ``work`` for every live row and group of heads; answers of all other rows are zero.
+
+    Args:
+        name: of the kernel, as profilers show it.
+        work: what a warpgroup does.
+        scratch: shared memory besides ``common_scratch``; "answers" [n, 64] holds the outputs of a tile.
+        operands: of the call.
+        geometry: sizes of the call.
+        config: how to cut it.
+        interpret: parameters of interpret mode, None on a GPU.
+
+    Returns:
+        [B, T, H, V] v's dtype.
+    """
+    g, (rows, tokens, pool) = geometry, operands
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        *inputs, out = refs
+        call = Call(Rows(*inputs[:4]), Tokens(*inputs[4:11]), pool_from(inputs[11:]), out, g, config, interpret)
+        _row(call, work, scratch)
+
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
+        grid=(g.rows * g.value_heads // config.heads,),
+        grid_names=("heads",),
+        scratch_types=_common_scratch(g, config) | scratch,
+        compiler_params=compiler_params(),
+        interpret=interpret,
+    )
+    return kernel(*rows, *tokens, *(x for x in pool if x is not None))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The kernel's operands and its static parts."""
+
+    rows: Rows
+    tokens: Tokens
+    pool: Pool
+    out: Ref
+    g: Geometry
+    config: StreamConfig
+    interpret: Interpret
+
+
+def _common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
+    chunks, whole = g.window // config.ring_chunk, g.tile_rows == TILE_ROWS
+    update_copies = chunks if whole else g.window
+    head_copies = records.copies(g, config.ring_chunk) - chunks - update_copies + g.channel_gate
+    scratch = {
+        "tile": state_tile(g),
+        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
+        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
+        "values": plgpu.SMEM((g.tokens, TILE_ROWS), g.value_dtype),
+        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
+        "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks),
+        "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
+        "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),
+        "tile_arrived": plgpu.Barrier(),
+    }
+    if not g.delta_rule:
+        scratch["record_weights"] = plgpu.SMEM((g.window,), f32)
+    if g.channel_gate:
+        scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
+        scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
+        if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
+            scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
+    return scratch
+
+
+def _row(call: Call, work: Callable[["Stream"], None], scratch: dict[str, Ref]) -> None:
+    """One warpgroup: finds its row and heads, and works on them if the row is live."""
+    g, rows, answers = call.g, call.rows, scratch["answers"]
+    index = lax.axis_index("heads")
+    groups = g.value_heads // call.config.heads
+    first_head, b = (index % groups) * call.config.heads, index // groups  # heads of one key head side by side: its keys hit L2
+    slot, length = rows.slots[b], rows.lengths[b]
+    live = (slot >= 0) & (slot < g.slots) & (length > 0)
+
+    @pl.when(live)
+    def _():
+        work(Stream(call, b, first_head, slot, length, scratch))
+
+    @pl.when(~live)
+    def _():
+        for i in range(answers.shape[0]):
+            answers[i] = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), g.value_dtype), plgpu.Layout.WGMMA.reduce(1))
+        plgpu.commit_smem()
+
+        def one(t: Array, carry: None) -> None:
+            _store_answers(call, answers, b, first_head + t // g.tiles, (t % g.tiles) * g.tile_rows)
+
+        lax.fori_loop(0, call.config.heads * g.tiles, one, None)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _store_answers(call: Call, answers: Ref, b: Array, h: Array, first: Array) -> None:
+    """Stores the outputs of one tile, from value ``first`` on, for all T tokens."""
+    g, values = call.g, pl.ds(first, call.g.tile_rows)
+    if g.tile_rows == TILE_ROWS:
+        plgpu.copy_smem_to_gmem(answers.at[pl.ds(0, g.tokens)], call.out.at[b, :, h, values])
+        return
+    for i in range(g.tokens):
+        plgpu.copy_smem_to_gmem(answers.at[i, pl.ds(0, g.tile_rows)], call.out.at[b, i, h, values])
+
+
+class Stream:
+    """One warpgroup's place in a live row, its shared memory, and the copies to and from it."""
+
+    def __init__(self, call: Call, b: Array, first_head: Array, slot: Array, length: Array, scratch: dict[str, Ref]):
+        g = call.g
+        self.call, self.g, self.pool, self.tokens = call, g, call.pool, call.tokens
+        self.b, self.first_head, self.slot, self.length, self.scratch = b, first_head, slot, length, scratch
+        self.key_head = first_head // g.group_size
+        count, start = call.rows.length[slot], call.rows.origin[slot] & (g.window - 1)
+        keys = scratch["keys"]
+        decayed = scratch.get("decayed", scratch["decays"]) if g.channel_gate else keys
+        weights = scratch.get("record_weights")
+        self.ring = Ring(keys, decayed, scratch["updates"], scratch["decays"], weights, start, count)
+        self.due = count + 2 * g.max_draft > g.window
+        self.present = self.ring._replace(count=jnp.where(self.due, 0, count))  # records that the tokens see
+        self.num_tiles = call.config.heads * g.tiles
+
+    def place(self, t: Any) -> tuple[Any, Any]:
+        """Value head and first value of tile ``t``."""
+        return self.first_head + t // self.g.tiles, (t % self.g.tiles) * self.g.tile_rows
+
+    def start(self, queries: Ref, keys: Ref) -> None:
+        """Requests all that the first tile needs, and the tokens' queries and keys, which wait at "keys_arrived"."""
+        self.request_tile(0)
+        chunk, interpret, arrived = self.call.config.ring_chunk, self.call.interpret, self.scratch["keys_arrived"]
+        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
+        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
+        records.request_keys(self.pool, self.slot, self.key_head, self.ring, chunk, arrived, interpret)
+        self.request_head(0)
+        self.request_inputs(0)
+
+    def request_tile(self, t: Any) -> None:
+        (h, first), rows = self.place(t), self.g.tile_rows
+        source = self.pool.checkpoint.at[self.slot, h, pl.ds(first, rows)]
+        plgpu.copy_gmem_to_smem(source, self.scratch["tile"].at[pl.ds(0, rows)], self.scratch["tile_arrived"])
+
+    def request_head(self, head: Any) -> None:
+        """Requests the ring's decays and weights, and with a channel gate the tokens' own decays."""
+        s, h, arrived = self.scratch, self.first_head + head, self.scratch["head_arrived"]
+        chunk, interpret = self.call.config.ring_chunk, self.call.interpret
+        records.request_decays(self.pool, self.slot, h, self.ring, self.g, chunk, arrived, interpret)
+        if self.g.channel_gate:
+            plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, h], s["gates"], arrived)
+
+    def request_inputs(self, t: Any) -> None:
+        """Requests the ring's updates and the tokens' values of a tile."""
+        (h, first), s, g, arrived = self.place(t), self.scratch, self.g, self.scratch["inputs_arrived"]
+        chunk, interpret = self.call.config.ring_chunk, self.call.interpret
+        records.request_updates(self.pool, self.slot, h, first, self.ring, g, chunk, arrived, interpret)
+        values = pl.ds(first, g.tile_rows)
+        if g.tile_rows == TILE_ROWS:
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, values], s["values"], arrived)
+            return
+        for i in range(g.tokens):
+            target = s["values"].at[i, pl.ds(0, g.tile_rows)]
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, i, h, values], target, arrived)
+
+    def each_tile(self, solve: Callable[[Array], None], answer: Callable[[Array], None]) -> None:
+        """``solve(head)`` before the first tile of every head, ``answer(t)`` for every tile."""
+
+        def one(t: Array, carry: None) -> None:
+            @pl.when(t % self.g.tiles == 0)
+            def _():
+                solve(t // self.g.tiles)
+
+            answer(t)
+
+        lax.fori_loop(0, self.num_tiles, one, None)
+
+    def fold_if_due(self, t: Array, left: Ref | None, total: Any) -> None:
+        """Waits for a tile; on a row whose turn it is, folds its records and stores it."""
+        s, (h, first) = self.scratch, self.place(t)
+        plgpu.barrier_wait(s["tile_arrived"])
+
+        @pl.when(self.due)
+        def _():
+            plgpu.barrier_wait(s["inputs_arrived"])
+            records.fold(s["tile"], self.ring, left, total, self.g)
+            plgpu.commit_smem()
+            stored = s["tile"].at[pl.ds(0, self.g.tile_rows)]
+            plgpu.copy_smem_to_gmem(stored, self.pool.checkpoint.at[self.slot, h, pl.ds(first, self.g.tile_rows)])
+
+    def tile_done(self, t: Array) -> None:
+        """Everybody has read the tile, and stores of the one before have been read: requests the next, waits for the inputs."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+
+        @pl.when(t + 1 < self.num_tiles)
+        def _():
+            self.request_tile(t + 1)
+
+            @pl.when((t + 1) % self.g.tiles == 0)
+            def _():
+                self.request_head((t + 1) // self.g.tiles)
+
+        @pl.when(~self.due)
+        def _():
+            plgpu.barrier_wait(self.scratch["inputs_arrived"])
+
+    def store(self, t: Array, recorded: Callable[[Any], Ref], together: Ref | None) -> None:
+        """Stores a tile's answers, and its updates behind the committed records.
+
+        Args:
+            t: tile.
+            recorded: row of the i-th token's update, a slice [1, V of the tile].
+            together: the rows of all tokens, where they are stored as they are.
+        """
+        (h, first), rows = self.place(t), self.g.tile_rows
+        plgpu.commit_smem()
+        _store_answers(self.call, self.scratch["answers"], self.b, h, first)
+        self.append(recorded, self.pool.update.at[self.slot, h, :, pl.ds(first, rows)], together)
+
+    def append(self, row: Callable[[Any], Ref], target: Ref, together: Ref | None = None) -> None:
+        """Stores ``row(i)`` for i < length behind the committed records of ``target`` [L, ...], at once if possible."""
+        count, first = self.g.tokens, self.ring.row(self.ring.count)
+
+        def one(i: Array, carry: None) -> None:
+            plgpu.copy_smem_to_gmem(row(i), target.at[pl.ds(self.ring.row(self.ring.count + i), 1)])
+
+        if count == 1:  # a live row has its one token
+            plgpu.copy_smem_to_gmem(row(0), target.at[pl.ds(first, 1)])
+            return
+        if together is None:
+            lax.fori_loop(0, self.length, one, None)
+            return
+        whole = (self.length == count) & (first + count <= self.g.window)
+
+        @pl.when(whole)
+        def _():
+            plgpu.copy_smem_to_gmem(together, target.at[pl.ds(first, count)])
+
+        @pl.when(~whole)
+        def _():
+            lax.fori_loop(0, self.length, one, None)
+
+    def append_keys(self, keys: Ref) -> None:
+        """Records the tokens' keys, once per key head; through registers, because TMA wants rows of whole 128 bytes."""
+        layout = channels_layout(self.g.key_dim)
+
+        @pl.when(self.first_head % self.g.group_size == 0)
+        def _():
+            def one(i: Array, carry: None) -> None:
+                row = self.ring.row(self.ring.count + i)
+                self.pool.key[self.slot, self.key_head, row] = load(keys.at[i], layout)
+
+            lax.fori_loop(0, self.length, one, None)
+
+    def append_numbers(self, h: Array) -> None:
+        """Records the tokens' weights, and with a head gate their log decays."""
+
+        def one(i: Array, carry: None) -> None:
+            row = self.ring.row(self.ring.count + i)
+            if not self.g.channel_gate:
+                self.pool.log_decay[self.slot, h, row] = self.tokens.log_decay[self.b, i, h]
+            if self.pool.weight is not None:
+                scale = self.tokens.k_scale[self.b, i, self.key_head]
+                self.pool.weight[self.slot, h, row] = self.tokens.beta[self.b, i, h] * scale
+
+        if not (self.g.channel_gate and self.g.delta_rule):
+            lax.fori_loop(0, self.length, one, None)
+
+    def append_gates(self, h: Array) -> None:
+        """Records the tokens' log decays of a channel gate, and waits until shared memory has been read."""
+        gates = self.scratch["gates"]
+        plgpu.commit_smem()  # the ring's decays have been read before the tokens' are stored behind them
+        self.append(lambda i: gates.at[pl.ds(i, 1)], self.pool.log_decay.at[self.slot, h], gates)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
