@@ -305,15 +305,18 @@ class Stream:
         def _():
             lax.fori_loop(0, self.length, one, None)
 
-    def append_keys(self, keys: Ref) -> None:
-        """Records the tokens' keys, once per key head; through registers, because TMA wants rows of whole 128 bytes."""
+    def append_keys(self, keys: Ref, first: int = 0) -> None:
+        """Records the tokens' keys, rows of ``keys`` from ``first`` on, once per key head.
+
+        Through registers, because TMA wants rows of whole 128 bytes.
+        """
         layout = channels_layout(self.g.key_dim)
 
         @pl.when(self.first_head % self.g.group_size == 0)
         def _():
             def one(i: Array, carry: None) -> None:
                 row = self.ring.row(self.ring.count + i)
-                self.pool.key[self.slot, self.key_head, row] = load(keys.at[i], layout)
+                self.pool.key[self.slot, self.key_head, row] = load(keys.at[first + i], layout)
 
             lax.fori_loop(0, self.length, one, None)
 

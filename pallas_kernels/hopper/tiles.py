@@ -176,6 +176,12 @@ def iota(shape: tuple[int, ...], axis: int, layout: Any) -> Array:
     return plgpu.broadcasted_iota(i32, shape, axis, layout=layout)
 
 
+def column(x: Array, n: int) -> Array:
+    """Column ``n`` of a [64, 8 m] array in the state's layout, exactly."""
+    eight = x[:, n // 8 * 8 : n // 8 * 8 + 8]
+    return jnp.sum(jnp.where(iota(eight.shape, 1, STATE) == n % 8, eight, 0.0), axis=1)
+
+
 def barrier() -> None:
     """All threads of the warpgroup see each other's writes to shared memory.
 

@@ -1,8 +1,9 @@
 """T drafts per row in one pass over the checkpoint: outputs for all of them, their records appended, a due ring folded first.
 
-The state C, each record u_l and each value v_j enter the answers linearly, so the drafts' triangular system is solved once a value
-head, for weights, and not once per row of the state. With X^q_i = C x^q_i and X^k_i = C x^k_i, what the checkpoint answers
-to draft i's query and key, decay included, and w_il, A_ij, P_ij products of keys and queries with the decay in between,
+The state C, each record u_l and each value v_j enter the answers linearly, so the drafts' triangular system is solved for
+weights, once per value head, and not for answers, once per row of the state. With X^q_i = C x^q_i and X^k_i = C x^k_i, what the
+checkpoint answers to draft i's query and key, decay included, and w_il, A_ij, P_ij products of keys and queries with the decay
+in between,
 
     u_i = beta_i (v_i - X^k_i - sum_l w^k_il u_l) - sum_{j<i} A_ij u_j
     o_i = X^q_i + sum_l w^q_il u_l + sum_{j<=i} P_ij u_j
@@ -21,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
-from pallas_kernels.hopper.readers import SOURCES, Drafts
+from pallas_kernels.hopper.readers import SOURCES
 from pallas_kernels.hopper.stream import Stream, StreamConfig, best_config, launch
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -40,6 +41,7 @@ from pallas_kernels.hopper.tiles import (
     barrier,
     bf16,
     channels_layout,
+    column,
     f32,
     iota,
     load,
@@ -74,48 +76,49 @@ def verify(
 
 
 def _scratch(g: Geometry) -> dict[str, Any]:
-    n = readers.columns(g)
+    n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
-    return {
-        "queries": plgpu.SMEM((g.tokens, g.key_dim), g.record_dtype),
-        "draft_keys": plgpu.SMEM((readers.DRAFT_ROWS, g.key_dim), g.record_dtype),
-        "products": plgpu.SMEM((g.readers, g.tokens, SOURCES), f32),
+    scratch = {
+        "readers": plgpu.SMEM((rows, g.key_dim), g.record_dtype),
+        "products": plgpu.SMEM((SOURCES, rows), f32),
+        "between": plgpu.SMEM((16, n), f32),
+        "numbers": plgpu.SMEM((3, SOURCES), f32),
         "factors": plgpu.SMEM((3, SOURCES), f32),
-        "stage": plgpu.SMEM((8, g.key_dim), f32),
         "planes": [plgpu.SMEM((n, g.key_dim), bf16, transforms=swizzled(bf16)) for _ in range(1 if exact else 2)],
         "weights": plgpu.SMEM((SOURCES, n), f32),
         "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype),
     }
+    if g.channel_gate:
+        scratch["stage"] = plgpu.SMEM((8, g.key_dim), f32)
+    return scratch
 
 
 # Rows of the scratch "factors": what is left of each record; of the checkpoint; what outputs take of their queries' answers.
-_LEFT, _TOTAL, _OWN = range(3)
+_LEFT, _TOTAL, _OF_STATE = range(3)
 
 
 def _verify(stream: Stream) -> None:
     """The kernel's body for a live row."""
-    g, s = stream.g, stream.scratch
-    drafts = Drafts(s["queries"], s["draft_keys"], s.get("gates"))
-    stream.start(s["queries"], s["draft_keys"].at[pl.ds(0, g.tokens)])
+    g, s, drafts = stream.g, stream.scratch, pl.ds(0, stream.g.tokens)
+    first = readers.first_key(g)
+    stream.start(s["readers"].at[drafts], s["readers"].at[pl.ds(first, g.tokens)])
     plgpu.barrier_wait(s["keys_arrived"])
     if not g.channel_gate:
-        readers.multiply(drafts, s["keys"], s["products"], stream.length, g)
-        readers.store_readers(drafts, None, s["stage"], s["planes"], g)
-    stream.each_tile(lambda head: _solve(stream, drafts, head), lambda t: _answer(stream, t))
-    stream.append_keys(s["draft_keys"])
+        readers.multiply(s["readers"], None, stream.present, stream.length, s["products"], g)
+        readers.store_planes(s["readers"], None, None, None, s["planes"], g)
+    stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
+    stream.append_keys(s["readers"], first)
 
 
-def _solve(stream: Stream, drafts: Drafts, head: Array) -> None:
+def _solve(stream: Stream, head: Array) -> None:
     """What all tiles of a value head share: decays and weights."""
     g, s, h = stream.g, stream.scratch, stream.first_head + head
     scalars = _scalars(stream, h)
     plgpu.barrier_wait(s["head_arrived"])
-    left, total = (_decay_channels(stream, drafts, h), None) if g.channel_gate else _decay_heads(stream)
+    left, total = (_decay_channels(stream, h), 1.0) if g.channel_gate else _decay_heads(stream)
     barrier()
-    weights, own = readers.solve(stream.present, s["products"], left, total, scalars, g)
-    readers.store_weights(weights, s["weights"])
-    for i, x in enumerate(own):
-        s["factors"][_OWN, i] = x
+    scratch = {name: s[name] for name in ("weights", "between", "numbers")} | {"of_state": s["factors"].at[_OF_STATE]}
+    readers.solve(stream.present, s["products"], left, total, scalars, stream.length, scratch, g)
     barrier()
     stream.append_numbers(h)
 
@@ -138,16 +141,16 @@ def _decay_heads(stream: Stream) -> tuple[Ref, Array]:
     return factors.at[_LEFT], jnp.where(stream.due, 1.0, total)
 
 
-def _decay_channels(stream: Stream, drafts: Drafts, h: Array) -> None:
+def _decay_channels(stream: Stream, h: Array) -> None:
     g, s = stream.g, stream.scratch
     stream.append_gates(h)
     zero = plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim))
     elapsed = records.decay_channels(stream.ring, zero)
     s["total"][...] = jnp.exp(elapsed)
     barrier()
-    readers.multiply(drafts, stream.ring.decayed, s["products"], stream.length, g)
+    readers.multiply(s["readers"], s["gates"], stream.present, stream.length, s["products"], g)
     gate = jnp.exp(lax.cond(stream.due, lambda: zero, lambda: elapsed))
-    readers.store_readers(drafts, gate, s["stage"], s["planes"], g)
+    readers.store_planes(s["readers"], gate, s["gates"], s["stage"], s["planes"], g)
 
 
 def _answer(stream: Stream, t: Array) -> None:
@@ -161,11 +164,11 @@ def _answer(stream: Stream, t: Array) -> None:
     stream.tile_done(t)
     answers = _combine(stream, reads)
     barrier()
-    live = iota(answers.shape, 1, STATE) < stream.length
+    live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
     s["answers"].T[...] = jnp.where(live, answers, 0.0).astype(g.value_dtype)
     if g.delta_rule:
         for i in range(g.tokens):
-            s["updates"][i] = _column(answers, g.tokens + i)
+            s["updates"][i] = column(answers, first + i)
         stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], None)
     else:
         together = s["values"] if g.tile_rows == TILE_ROWS else None
@@ -190,9 +193,9 @@ def _combine(stream: Stream, reads: Array) -> Array:
         row = stream.ring.row(j)
         return add(answers, load(s["updates"].at[row], VALUES).astype(f32), s["weights"].at[row], counts)
 
-    query = iota(reads.shape, 1, STATE) < g.tokens
-    own = load(s["factors"].at[_OWN, pl.ds(0, reads.shape[1])], COLUMNS)
-    answers = jnp.where(query, reads * along(own, reads.shape, 1), 0.0)
+    is_query = iota(reads.shape, 1, STATE) < g.tokens
+    of_state = load(s["factors"].at[_OF_STATE, pl.ds(0, reads.shape[1])], COLUMNS)
+    answers = jnp.where(is_query, reads * along(of_state, reads.shape, 1), 0.0)
     answers = records.visit(stream.present.count, record, answers)
     for j in range(g.tokens):
         row = jnp.minimum(j, length - 1)  # what lies behind the length may be NaN
@@ -201,19 +204,13 @@ def _combine(stream: Stream, reads: Array) -> Array:
     if not g.delta_rule:
         return answers
     for j in range(g.tokens):
-        key_read, weights = _column(reads, g.tokens + j), s["weights"].at[g.window + g.tokens + j]
+        key_read, weights = column(reads, readers.first_key(g) + j), s["weights"].at[g.window + g.tokens + j]
 
         def with_key_read(answers: Array, key_read: Array = key_read, weights: Ref = weights) -> Array:
             return add(answers, key_read, weights, 1.0)
 
         answers = lax.cond(j < length, with_key_read, lambda answers: answers, answers)
     return answers
-
-
-def _column(x: Array, n: int) -> Array:
-    """Column ``n`` of a [64, N] array, exactly."""
-    eight = x[:, n // 8 * 8 : n // 8 * 8 + 8]
-    return jnp.sum(jnp.where(iota(eight.shape, 1, STATE) == n % 8, eight, 0.0), axis=1)
 
 
 def _multiply_state(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
@@ -241,4 +238,4 @@ def _multiply_state(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interp
             plgpu.wgmma_wait(1)  # or every column of the tile would be held in registers
         return total[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, readers.columns(g)), f32))
+    return pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, readers.count(g)), f32))
