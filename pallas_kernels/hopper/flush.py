@@ -52,7 +52,7 @@ def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = Non
         grid=(g.rows * g.value_heads * g.tiles,),
         grid_names=("tile",),
         scratch_types=_scratch(g),
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(scalar_reductions=False),
         interpret=interpret,
     )(*operands)
 
@@ -63,7 +63,7 @@ def _scratch(g: Geometry) -> dict[str, Any]:
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
         "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
-        "factors": plgpu.SMEM((2, 32), f32),  # what is left of each record, the records' weights
+        "factors": plgpu.SMEM((3, 32), f32),  # what is left of each record, the records' weights, what is left of the tile
         "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, _CHUNK)),
     }
     if g.channel_gate:
@@ -102,7 +102,7 @@ def _flush_tile(
         weight = None if g.delta_rule else factors.at[1, pl.ds(0, g.window)]
         own = decays if decayed is None else decayed
         start = rows.origin[slot] & (g.window - 1)
-        ring = Ring(keys, own if g.channel_gate else keys, updates, decays, weight, start, count)
+        ring = Ring(keys, own if g.channel_gate else keys, updates, decays, weight, start, count, g.window)
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
         records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, arrived, interpret)
         records.request_decays(pool, slot, h, ring, g, _CHUNK, arrived, interpret)
@@ -115,10 +115,11 @@ def _flush_tile(
             records.fold(tile, ring, None, total, g)
         else:
             left, remains = records.decay_heads(ring)
-            kept = factors.at[0, pl.ds(0, g.window)]
-            kept[...] = left
+            rows_of_ring = pl.ds(0, g.window)
+            factors[0, rows_of_ring] = left
+            factors[2, rows_of_ring] = remains
             barrier()
-            records.fold(tile, ring, kept, remains, g)
+            records.fold(tile, ring, factors.at[0], factors[2, 0], g)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[slot, h, values])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -5,14 +5,13 @@ the 64 *sources*: the L ring rows, behind them the drafts (their keys, or their 
 the state answers to the drafts' keys. Decays are products of the tokens' own gates, all at most 1.
 """
 
-from typing import Any, NamedTuple
-
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.stream import DECAYS
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
@@ -21,6 +20,7 @@ from pallas_kernels.hopper.tiles import (
     Array,
     Geometry,
     Ref,
+    Tokens,
     along,
     barrier,
     channels_layout,
@@ -36,13 +36,11 @@ from pallas_kernels.hopper.tiles import (
 SOURCES = 64
 
 
-class Scalars(NamedTuple):
-    """What each draft of one value head has of numbers, in registers."""
-
-    log_decay: list[Array] | None  # with a head gate
-    beta: list[Array]
-    q_scale: list[Array]
-    k_scale: list[Array]
+# Rows of the scratch "numbers" behind the ring's own. Of each reader: the factor of its products; beta (of keys, or without the
+# delta rule of drafts); its key's scale (1 of queries); its token's gate. Then what is left of each record, and what an answer
+# takes of the state's answer to the same reader. What is left of the checkpoint lies behind the ring's log decays.
+SCALE, BETA, K_SCALE, GATE, LEFT, OF_STATE = range(2, 8)
+TOTAL = (DECAYS, 32)
 
 
 def first_key(geometry: Geometry) -> int:
@@ -59,123 +57,135 @@ def count(geometry: Geometry) -> int:
 
 
 def rows(geometry: Geometry) -> int:
-    """Rows of the shared memory that holds the drafts' queries and keys, filled up to a multiple of 16."""
-    return -(-(first_key(geometry) + geometry.tokens) // 16) * 16
+    """Rows of the shared memory that holds the drafts' queries and keys; a channel gate's layout wants 16 of the latter."""
+    return first_key(geometry) + 16 if geometry.channel_gate else max(count(geometry), -(-2 * geometry.tokens // 8) * 8)
 
 
 def draft_of(reader: Array, geometry: Geometry) -> Array:
     return jnp.where(reader < first_key(geometry), reader, reader - first_key(geometry))
 
 
-def multiply(readers: Ref, gates: Ref | None, ring: Ring, length: Array, products: Ref, geometry: Geometry) -> None:
-    """Products of the drafts' and the records' keys with all readers, with a channel gate decayed in between.
+def multiply_channels(
+    readers: Ref, gates: Ref, ring: Ring, length: Array, by_reader: Ref, products: Ref, geometry: Geometry
+) -> None:
+    """Products of the records' and the drafts' keys with all readers under a channel gate, decayed in between.
+
+    Under a head gate they are one product of matrices, without decay: ``verify._multiply``.
 
     Args:
         readers: queries and keys. [16 n, K] record dtype
-        gates: the drafts' log decays of a channel gate, else None. [T, K] float32
+        gates: the drafts' log decays. [T, K] float32
         ring: the records.
         length: drafts of this row.
-        products: result; only rows of committed records and of this row's drafts are written. [64, 16 n] float32
+        by_reader: scratch. [N, 64] float32
+        products: result. [64, N] float32
         geometry: sizes of the call.
     """
-    g, layout, by_row = geometry, records_layout(geometry.key_dim), SQUARE.reduce(1)
-    everyone = pl.ds(0, readers.shape[0])
+    g, layout, by_row, first = geometry, records_layout(geometry.key_dim), SQUARE.reduce(1), first_key(geometry)
+    own = load(readers.at[pl.ds(first, 16)], layout).astype(f32)
+    row = iota(own.shape, 0, layout)
 
-    def against(key: Ref, x: Array, source: Array) -> None:
-        key_values = load(key, layout.reduce(0)).astype(f32)
-        products[source, everyone] = plgpu.layout_cast(jnp.sum(x * along(key_values, x.shape, 1), axis=1), by_row)
+    def draft(i: Array, keys: tuple[Array, Array]) -> tuple[Array, Array]:
+        past, own = keys
+        gate = jnp.exp(load(gates.at[i], layout.reduce(0)))
+        past = past * along(gate, past.shape, 1)
+        own = jnp.where(row < i, own * along(gate, own.shape, 1), own)
+        for reader in (i, first + i)[: g.readers]:
+            x = load(readers.at[reader], layout.reduce(0)).astype(f32)
+            for source, key in ((0, past), (g.window, own)):
+                dots = jnp.sum(key * along(x, key.shape, 1), axis=1)
+                by_reader[reader, pl.ds(source, key.shape[0])] = plgpu.layout_cast(dots, by_row)
+        return past, own
 
-    def draft(i: Array, x: Array) -> Array:
-        j = length - 1 - i
-        against(readers.at[first_key(g) + j], x, g.window + j)
-        if gates is None:
-            return x
-        gate = jnp.exp(load(gates.at[j], layout.reduce(0)))
-        return jnp.where(draft_of(iota(x.shape, 0, layout), g) >= j, x * along(gate, x.shape, 1), x)
-
-    def record(j: Array, x: Array) -> Array:
-        row = ring.row(j)
-        against(ring.decayed.at[row], x, row)
-        return x
-
-    x = lax.fori_loop(0, length, draft, load(readers, layout).astype(f32))
-    lax.fori_loop(0, ring.count, record, x)
+    lax.fori_loop(0, length, draft, (load(ring.decayed, layout).astype(f32), own))
+    barrier()
+    shape = (SOURCES, 8)
+    reader = iota(shape, 1, STATE)
+    for start in range(0, count(g), 8):
+        eight = plgpu.layout_cast(jnp.zeros(shape, f32), STATE)
+        for i in range(8):
+            eight = jnp.where(reader == i, along(load(by_reader.at[start + i], VALUES), shape, 0), eight)
+        products[:, pl.ds(start, 8)] = eight
 
 
 def solve(
-    ring: Ring,
-    products: Ref,
-    left: Ref | None,
-    total: Any,
-    scalars: Scalars,
-    length: Array,
-    scratch: dict[str, Ref],
-    g: Geometry,
+    ring: Ring, products: Ref, has_left: bool, due: Array, length: Array, scratch: dict[str, Ref], geometry: Geometry
 ) -> None:
     """Weights with which outputs, and with the delta rule updates times their key's scale, draw on the sources.
 
     Args:
         ring: the records that the drafts see.
-        products: from ``multiply``.
-        left: with a head gate what is left of each record before the first draft, by source. [64] float32
-        total: what is left of the checkpoint before the first draft; 1.0 with a channel gate, whose readers say it.
-        scalars: the drafts' numbers.
-        length: drafts of this row; what lies behind them may be anything and gets no weight.
-        scratch: "weights" [64, N] gets the weights, "of_state" [64] what an answer takes of the state's answer to the same
-            reader; "between" [16, N] and "numbers" [3, 64] are overwritten.
-        g: sizes of the call.
+        products: of the sources' keys with the readers. [64, N] float32
+        has_left: whether decays of the past are in "numbers" (head gate) or in products and readers (channel gate).
+        due: whether the records have been folded, so that nothing is left to decay but the drafts.
+        length: drafts of this row; what lies behind them may be anything.
+        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [64, N] gets the weights;
+            "between" [16, N] is overwritten.
+        geometry: sizes of the call.
     """
-    n, first = count(g), first_key(g)
-    every, shape = pl.ds(0, n), (SOURCES, n)
+    g, n, first = geometry, count(geometry), first_key(geometry)
+    every, shape, numbers, between = pl.ds(0, n), (SOURCES, n), scratch["numbers"], scratch["between"]
     reader = iota((n,), 0, COLUMNS)
     token, is_query = draft_of(reader, g), reader < first
-    scale, beta, k_scale = _by_reader(scalars, scratch["numbers"], g)
+    scale = load(numbers.at[SCALE, every], COLUMNS)
 
     # Downwards, so that what lies between draft j and a reader's draft grows by one gate at a time.
-    elapsed = plgpu.layout_cast(jnp.ones((n,), f32), COLUMNS)
-    for j in range(g.tokens - 1, -1, -1):
-        seen = ((token > j) | ((token == j) & is_query)) & (token < length)
-        weight = load(products.at[g.window + j, every], COLUMNS) * (elapsed * scale) * scalars.k_scale[j]
-        scratch["between"][j] = jnp.where(seen, weight, 0.0)
-        if scalars.log_decay is not None:
-            elapsed = jnp.where(token >= j, elapsed * jnp.exp(scalars.log_decay[j]), elapsed)
-    of_state = elapsed * scale * total
-    scratch["of_state"][every] = of_state
+    def weigh(i: Array, elapsed: Array) -> Array:
+        j = length - 1 - i
+        seen = (token > j) | ((token == j) & is_query)
+        weight = load(products.at[g.window + j, every], COLUMNS) * (elapsed * scale) * numbers[K_SCALE, first + j]
+        between[j] = jnp.where(seen, weight, 0.0)
+        return jnp.where(token >= j, elapsed * numbers[GATE, j], elapsed) if has_left else elapsed
+
+    elapsed = lax.fori_loop(0, length, weigh, plgpu.layout_cast(jnp.ones((n,), f32), COLUMNS))
+    of_state = elapsed * scale
+    if has_left:
+        of_state = of_state * jnp.where(due, 1.0, numbers[TOTAL])
+    numbers[OF_STATE, every] = of_state
     barrier()
 
     source, column_token = iota(shape, 0, STATE), draft_of(iota(shape, 1, STATE), g)
     by_source = iota((SOURCES,), 0, VALUES)
     recorded = (by_source < g.window) & (((by_source - ring.start) & (g.window - 1)) < ring.count)
-    weights = load(products, STATE)[:, :n] * along(elapsed * scale, shape, 1)
-    weights = weights if left is None else weights * along(load(left, VALUES), shape, 0)
+    weights = load(products, STATE) * along(elapsed * scale, shape, 1)
+    if has_left:
+        weights = weights * along(load(numbers.at[LEFT], VALUES), shape, 0)
     weights = jnp.where(along(recorded, shape, 0), weights, 0.0)
+    beta = load(numbers.at[BETA, every], COLUMNS)
     if g.delta_rule:
         is_key, own = iota(shape, 1, STATE) >= first, g.window + column_token
         weights = jnp.where(is_key & (source == own), along(beta, shape, 1), weights)
         weights = jnp.where(is_key & (source == own + g.tokens), along(of_state, shape, 1), weights)
-    weights = jnp.where(column_token < length, weights, 0.0)
-    for j in range(g.tokens):
+
+    def substitute(j: Array, weights: Array) -> Array:
+        solved = g.delta_rule
+        update = column(weights, first + j) if solved else jnp.where(by_source == g.window + j, numbers[BETA, j], 0.0)
+        return weights + along(update, shape, 0) * along(load(between.at[j], COLUMNS), shape, 1)
+
+    weights = lax.fori_loop(0, length, substitute, weights)
+    if g.delta_rule:
+        weights = weights * along(load(numbers.at[K_SCALE, every], COLUMNS), shape, 1)
+    scratch["weights"][...] = weights
+
+
+def store_numbers(tokens: Tokens, numbers: Ref, b: Array, h: Array, key_head: Array, geometry: Geometry) -> None:
+    """Loads what each draft of a value head has of numbers, all of them at once, and sorts it by reader."""
+    g, first = geometry, first_key(geometry)
+    drafts = range(g.tokens)
+    beta = [tokens.beta[b, i, h] for i in drafts]
+    q_scale, k_scale = ([x[b, i, key_head] for i in drafts] for x in (tokens.q_scale, tokens.k_scale))
+    gate = [] if g.channel_gate else [jnp.exp(tokens.log_decay[b, i, h]) for i in drafts]
+    for i in drafts:
+        numbers[SCALE, i] = q_scale[i]
+        numbers[K_SCALE, first + i] = k_scale[i]
+        if gate:
+            numbers[GATE, i] = gate[i]
         if g.delta_rule:
-            update = column(weights, first + j)
+            numbers[SCALE, first + i] = -beta[i] * k_scale[i]
+            numbers[BETA, first + i] = beta[i]
+            numbers[K_SCALE, i] = jnp.float32(1)
         else:
-            update = jnp.where(by_source == g.window + j, jnp.where(j < length, scalars.beta[j], 0.0), 0.0)
-        weights = weights + along(update, shape, 0) * along(load(scratch["between"].at[j], COLUMNS), shape, 1)
-    scratch["weights"][...] = weights * along(k_scale, shape, 1) if g.delta_rule else weights
-
-
-def _by_reader(scalars: Scalars, numbers: Ref, g: Geometry) -> tuple[Array, Array, Array]:
-    """Of each reader: the factor of its products, beta (of keys), and its key's scale (1 of queries). [N] float32 each"""
-    first, every = first_key(g), pl.ds(0, count(g))
-    for i, (beta, q_scale, k_scale) in enumerate(zip(scalars.beta, scalars.q_scale, scalars.k_scale, strict=True)):
-        numbers[0, i] = q_scale
-        if g.delta_rule:
-            numbers[0, first + i] = -beta * k_scale
-            numbers[1, first + i] = beta
-            numbers[2, i] = jnp.float32(1)
-            numbers[2, first + i] = k_scale
-    barrier()
-    scale, beta, k_scale = (load(numbers.at[row, every], COLUMNS) for row in range(3))
-    return scale, beta, k_scale
+            numbers[BETA, i] = beta[i]
 
 
 def store_planes(

@@ -37,17 +37,14 @@ from pallas_kernels.hopper.tiles import (
 class Ring(NamedTuple):
     """The records of one row, as one value head and one tile see them."""
 
-    key: Ref  # [L, K] record dtype
-    decayed: Ref  # [L, K] the keys, with a channel gate (float32) decayed and weighted; may be the log decays' memory
+    key: Ref  # [L or more, K] record dtype
+    decayed: Ref  # [L or more, K] the keys, with a channel gate (float32) decayed and weighted; may be the log decays' memory
     update: Ref  # [L, 64] float32 or record dtype
     log_decay: Ref  # [L] or [L, K] float32
     weight: Ref | None  # [L] float32
     start: Array  # ring row of record 0
     count: Array  # committed records
-
-    @property
-    def window(self) -> int:
-        return self.key.shape[0]
+    window: int
 
     def row(self, record: Array) -> Array:
         return (self.start + record) & (self.window - 1)
@@ -140,13 +137,14 @@ def request_decays(
 
 
 def decay_heads(ring: Ring) -> tuple[Array, Array]:
-    """What is left of each record, its weight included, by ring row ([L], dead ones 0), and of the checkpoint (a scalar)."""
+    """What is left of each record, its weight included, by ring row (dead ones 0), and of the checkpoint (L times). [L] each"""
     by_row, by_column = SQUARE.reduce(1), SQUARE.reduce(0)
     log_decay = load(ring.log_decay, by_column)
     committed = plgpu.layout_cast(jnp.where(ring.age(by_column) < ring.count, log_decay, 0.0), by_column)
-    total = jnp.exp(jnp.sum(committed))
     younger = ring.age(SQUARE, 1, 2) > ring.age(SQUARE, 0, 2)
-    left = jnp.exp(jnp.sum(jnp.where(younger, along(committed, younger.shape, 1), 0.0), axis=1))
+    everything = along(committed, younger.shape, 1)
+    total = jnp.exp(jnp.sum(everything, axis=1))
+    left = jnp.exp(jnp.sum(jnp.where(younger, everything, 0.0), axis=1))
     if ring.weight is not None:
         left = left * load(ring.weight, by_row)
     return jnp.where(ring.age(by_row) < ring.count, left, 0.0), total

@@ -63,14 +63,14 @@ def step(
         [B, 1, H, V] v's dtype, zero for padding.
     """
     config = config or best_config(geometry)
-    return launch("replay_step", _step, _scratch(geometry), (rows, tokens, pool), geometry, config, interpret)
+    return launch("replay_step", _step, _scratch(geometry), (rows, tokens, pool), geometry, config, True, interpret)
 
 
 def _scratch(g: Geometry) -> dict[str, Any]:
     scratch = {
         "query": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "key": plgpu.SMEM((1, g.key_dim), g.record_dtype),
-        "factors": plgpu.SMEM((6, 32), f32),
+        "numbers": plgpu.SMEM((8, 32), f32),
         "answers": plgpu.SMEM((1, TILE_ROWS), g.value_dtype),
         "record": plgpu.SMEM((1, TILE_ROWS), g.update_dtype),
     }
@@ -79,9 +79,9 @@ def _scratch(g: Geometry) -> dict[str, Any]:
     return scratch
 
 
-# Rows of the scratch "factors": what is left of each record; products of query and key with the records' keys; what each record
-# adds to what query and key read; scalars: what is left of the checkpoint, and of the state that the token reads.
-_LEFT, _DOTS, _READS, _SCALARS = 0, 1, 3, 5
+# Rows of the scratch "numbers" behind the ring's own: what is left of each record; products of query and key with the records'
+# adds to what query and key read; what is left of the checkpoint.
+_LEFT, _DOTS, _READS, _TOTAL = 2, 3, 5, 7
 
 
 class _Numbers(NamedTuple):
@@ -90,6 +90,7 @@ class _Numbers(NamedTuple):
     beta: Array
     q_scale: Array
     k_scale: Array
+    gate: Array | None  # alpha of a head gate
 
 
 def _step(stream: Stream) -> None:
@@ -117,13 +118,13 @@ def _multiply_records(stream: Stream) -> None:
         for i, name in enumerate(("query", "key")[: g.readers]):
             x = load(s[name].at[0], layout.reduce(0)).astype(f32)
             dots = jnp.sum(keys * along(x, keys.shape, 1), axis=1)
-            s["factors"][_DOTS + i, pl.ds(0, g.window)] = plgpu.layout_cast(dots, SQUARE.reduce(1))
+            s["numbers"][_DOTS + i, pl.ds(0, g.window)] = plgpu.layout_cast(dots, SQUARE.reduce(1))
 
 
 def _solve(stream: Stream, head: Array) -> None:
     """What all tiles of a value head share: what time has left of the past."""
     g, s, h, by_row = stream.g, stream.scratch, stream.first_head + head, SQUARE.reduce(1)
-    factors, rows = s["factors"], pl.ds(0, g.window)
+    factors, rows = s["numbers"], pl.ds(0, g.window)
     plgpu.barrier_wait(s["head_arrived"])
     if g.channel_gate:
         _decay_channels(stream, h)
@@ -134,8 +135,7 @@ def _solve(stream: Stream, head: Array) -> None:
         left, total = records.decay_heads(stream.ring)
         alpha = jnp.exp(stream.tokens.log_decay[stream.b, 0, h])
         factors[_LEFT, rows] = left
-        factors[_SCALARS, 0] = total
-        factors[_SCALARS, 1] = alpha * jnp.where(stream.due, 1.0, total)
+        factors[_TOTAL, rows] = total
     barrier()
 
     @pl.when(stream.present.count > 0)
@@ -165,10 +165,13 @@ def _answer(stream: Stream, t: Array, product: Array) -> None:
     if g.channel_gate:
         stream.fold_if_due(t, None, s["total"])
     else:
-        stream.fold_if_due(t, s["factors"].at[_LEFT], s["factors"][_SCALARS, 0])
+        stream.fold_if_due(t, s["numbers"].at[_LEFT], s["numbers"][_TOTAL, 0])
     reads = _read_tile(stream)
     stream.tile_done(t)
     numbers = _numbers(stream, t)
+    if not g.channel_gate:
+        remains = numbers.gate * jnp.where(stream.due, 1.0, s["numbers"][_TOTAL, 0])
+        reads = [read * remains for read in reads]
     reads = _read_records(stream, reads)
     value = load(s["values"].at[0], VALUES)
     update = value.astype(f32)
@@ -187,11 +190,12 @@ def _answer(stream: Stream, t: Array, product: Array) -> None:
 
 def _numbers(stream: Stream, t: Array) -> _Numbers:
     tokens, b, h = stream.tokens, stream.b, stream.place(t)[0]
-    return _Numbers(tokens.beta[b, 0, h], tokens.q_scale[b, 0, stream.key_head], tokens.k_scale[b, 0, stream.key_head])
+    gate = None if stream.g.channel_gate else jnp.exp(tokens.log_decay[b, 0, h])
+    return _Numbers(tokens.beta[b, 0, h], tokens.q_scale[b, 0, stream.key_head], tokens.k_scale[b, 0, stream.key_head], gate)
 
 
 def _read_tile(stream: Stream) -> list[Array]:
-    """What the tile answers to each reader, but for its scale. [64] each"""
+    """What the tile answers to each reader, but for its scale, and but for a head gate's decay. [64] each"""
     g, s = stream.g, stream.scratch
     totals: list[Any] = [0.0] * g.readers
     for first in range(0, g.key_dim, _COLUMNS_AT_ONCE):
@@ -201,13 +205,12 @@ def _read_tile(stream: Stream) -> list[Array]:
         for i, name in enumerate(("query", "key")[: g.readers]):
             x = load(s[name].at[0, columns], COLUMNS).astype(f32) * gate
             totals[i] = totals[i] + jnp.sum(state * along(x, state.shape, 1), axis=1)
-    scale = 1.0 if g.channel_gate else s["factors"][_SCALARS, 1]
-    return [total * scale for total in totals]
+    return totals
 
 
 def _read_records(stream: Stream, reads: list[Array]) -> list[Array]:
     """Adds what the records answer to each reader, but for its scale."""
-    ring, factors = stream.present, stream.scratch["factors"]
+    ring, factors = stream.present, stream.scratch["numbers"]
 
     def one(j: Array, counts: Array, reads: list[Array]) -> list[Array]:
         row = ring.row(j)

@@ -36,6 +36,9 @@ from pallas_kernels.hopper.tiles import (
 
 _MULTIPROCESSORS = 132
 
+# First rows of the scratch "numbers": what a head gate's ring has of log decays, and without the delta rule of weights.
+DECAYS, WEIGHTS = 0, 1
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
@@ -49,7 +52,7 @@ def best_config(geometry: Geometry) -> StreamConfig:
     """As many heads of one key head as share its products, but enough warpgroups to fill the GPU."""
     g = geometry
     enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
-    return StreamConfig(heads=max(n for n in (1, 2, 3, 4) if g.group_size % n == 0 and n <= enough))
+    return StreamConfig(heads=max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= enough), ring_chunk=8)
 
 
 def launch(
@@ -59,6 +62,7 @@ def launch(
     operands: tuple[Rows, Tokens, Pool],
     geometry: Geometry,
     config: StreamConfig,
+    scalar_reductions: bool,
     interpret: Interpret,
 ) -> Array:
     """Runs ``work`` for every live row and group of heads; answers of all other rows are zero.
@@ -66,10 +70,12 @@ def launch(
     Args:
         name: of the kernel, as profilers show it.
         work: what a warpgroup does.
-        scratch: shared memory besides ``common_scratch``; "answers" [n, 64] holds the outputs of a tile.
+        scratch: shared memory besides ``_common_scratch``. "answers" [n, 64] holds the outputs of a tile; the first two rows of
+            "numbers" are for the ring's log decays and weights.
         operands: of the call.
         geometry: sizes of the call.
         config: how to cut it.
+        scalar_reductions: whether ``work`` reduces an array to a scalar.
         interpret: parameters of interpret mode, None on a GPU.
 
     Returns:
@@ -89,7 +95,7 @@ def launch(
         grid=(g.rows * g.value_heads // config.heads,),
         grid_names=("heads",),
         scratch_types=_common_scratch(g, config) | scratch,
-        compiler_params=compiler_params(),
+        compiler_params=compiler_params(scalar_reductions),
         interpret=interpret,
     )
     return kernel(*rows, *tokens, *(x for x in pool if x is not None))
@@ -117,15 +123,13 @@ def _common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
         "values": plgpu.SMEM((g.tokens, TILE_ROWS), g.value_dtype),
-        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
         "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks),
         "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
         "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),
         "tile_arrived": plgpu.Barrier(),
     }
-    if not g.delta_rule:
-        scratch["record_weights"] = plgpu.SMEM((g.window,), f32)
     if g.channel_gate:
+        scratch["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
         scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
         scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
         if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
@@ -179,10 +183,11 @@ class Stream:
         self.b, self.first_head, self.slot, self.length, self.scratch = b, first_head, slot, length, scratch
         self.key_head = first_head // g.group_size
         count, start = call.rows.length[slot], call.rows.origin[slot] & (g.window - 1)
-        keys = scratch["keys"]
-        decayed = scratch.get("decayed", scratch["decays"]) if g.channel_gate else keys
-        weights = scratch.get("record_weights")
-        self.ring = Ring(keys, decayed, scratch["updates"], scratch["decays"], weights, start, count)
+        keys, numbers, rows = scratch["keys"], scratch["numbers"], pl.ds(0, g.window)
+        decays = scratch["decays"] if g.channel_gate else numbers.at[DECAYS, rows]
+        decayed = scratch.get("decayed", decays) if g.channel_gate else keys
+        weights = None if g.delta_rule else numbers.at[WEIGHTS, rows]
+        self.ring = Ring(keys, decayed, scratch["updates"], decays, weights, start, count, g.window)
         self.due = count + 2 * g.max_draft > g.window
         self.present = self.ring._replace(count=jnp.where(self.due, 0, count))  # records that the tokens see
         self.num_tiles = call.config.heads * g.tiles
@@ -191,12 +196,13 @@ class Stream:
         """Value head and first value of tile ``t``."""
         return self.first_head + t // self.g.tiles, (t % self.g.tiles) * self.g.tile_rows
 
-    def start(self, queries: Ref, keys: Ref) -> None:
+    def start(self, queries: Ref, *keys: Ref) -> None:
         """Requests all that the first tile needs, and the tokens' queries and keys, which wait at "keys_arrived"."""
         self.request_tile(0)
         chunk, interpret, arrived = self.call.config.ring_chunk, self.call.interpret, self.scratch["keys_arrived"]
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
+        for target in keys:
+            plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], target, arrived)
         records.request_keys(self.pool, self.slot, self.key_head, self.ring, chunk, arrived, interpret)
         self.request_head(0)
         self.request_inputs(0)

@@ -176,10 +176,9 @@ def iota(shape: tuple[int, ...], axis: int, layout: Any) -> Array:
     return plgpu.broadcasted_iota(i32, shape, axis, layout=layout)
 
 
-def column(x: Array, n: int) -> Array:
-    """Column ``n`` of a [64, 8 m] array in the state's layout, exactly."""
-    eight = x[:, n // 8 * 8 : n // 8 * 8 + 8]
-    return jnp.sum(jnp.where(iota(eight.shape, 1, STATE) == n % 8, eight, 0.0), axis=1)
+def column(x: Array, n: Array) -> Array:
+    """Column ``n`` of an array in the state's layout, exactly."""
+    return jnp.sum(jnp.where(iota(x.shape, 1, STATE) == n, x, 0.0), axis=1)
 
 
 def barrier() -> None:
@@ -210,7 +209,9 @@ def round_to_checkpoint(x: Array, dtype: Any) -> Array:
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x)).astype(dtype)
 
 
-def compiler_params() -> Any:
-    # Barriers are placed by hand, where data crosses threads. No reduction here crosses warps, and the default scratch for
-    # those (2 KB) would cost residency; 16 bytes are what the lowering of any reduction to a scalar asks for.
-    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=16)
+def compiler_params(scalar_reductions: bool) -> Any:
+    """Barriers are placed by hand, where data crosses threads. No reduction crosses warps, and the default scratch for those
+    (2 KB) would cost residency; 16 bytes, padded to 1 KB, are what the lowering of a reduction to a scalar asks for.
+    """
+    scratch = 16 if scalar_reductions else 0
+    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=scratch)

@@ -72,40 +72,45 @@ def verify(
         [B, T, H, V] v's dtype, zero past each row's length.
     """
     config = config or best_config(geometry)
-    return launch("replay_verify", _verify, _scratch(geometry), (rows, tokens, pool), geometry, config, interpret)
+    return launch(
+        "replay_verify", _verify, _scratch(geometry, config), (rows, tokens, pool), geometry, config, False, interpret
+    )
 
 
-def _scratch(g: Geometry) -> dict[str, Any]:
+def _scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
     scratch = {
         "readers": plgpu.SMEM((rows, g.key_dim), g.record_dtype),
-        "products": plgpu.SMEM((SOURCES, rows), f32),
+        "products": plgpu.SMEM((SOURCES, n), f32),
         "between": plgpu.SMEM((16, n), f32),
-        "numbers": plgpu.SMEM((3, SOURCES), f32),
-        "factors": plgpu.SMEM((3, SOURCES), f32),
+        "numbers": plgpu.SMEM((8, SOURCES), f32),
         "planes": [plgpu.SMEM((n, g.key_dim), bf16, transforms=swizzled(bf16)) for _ in range(1 if exact else 2)],
         "weights": plgpu.SMEM((SOURCES, n), f32),
         "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype),
     }
     if g.channel_gate:
         scratch["stage"] = plgpu.SMEM((8, g.key_dim), f32)
+        scratch["by_reader"] = plgpu.SMEM((n, SOURCES), f32)
+    else:  # of the records, and behind them of the drafts
+        chunks = g.window // config.ring_chunk
+        scratch["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
+        scratch["keys_arrived"] = plgpu.Barrier(num_arrivals=3 + chunks)
     return scratch
-
-
-# Rows of the scratch "factors": what is left of each record; of the checkpoint; what outputs take of their queries' answers.
-_LEFT, _TOTAL, _OF_STATE = range(3)
 
 
 def _verify(stream: Stream) -> None:
     """The kernel's body for a live row."""
     g, s, drafts = stream.g, stream.scratch, pl.ds(0, stream.g.tokens)
     first = readers.first_key(g)
-    stream.start(s["readers"].at[drafts], s["readers"].at[pl.ds(first, g.tokens)])
+    targets = [s["readers"].at[pl.ds(first, g.tokens)]]
+    if not g.channel_gate:
+        targets.append(s["keys"].at[pl.ds(g.window, g.tokens)])
+    stream.start(s["readers"].at[drafts], *targets)
     plgpu.barrier_wait(s["keys_arrived"])
     if not g.channel_gate:
-        readers.multiply(s["readers"], None, stream.present, stream.length, s["products"], g)
         readers.store_planes(s["readers"], None, None, None, s["planes"], g)
+        s["products"][...] = _multiply(s["keys"], s["planes"], g, stream.call.interpret)
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
     stream.append_keys(s["readers"], first)
 
@@ -113,32 +118,19 @@ def _verify(stream: Stream) -> None:
 def _solve(stream: Stream, head: Array) -> None:
     """What all tiles of a value head share: decays and weights."""
     g, s, h = stream.g, stream.scratch, stream.first_head + head
-    scalars = _scalars(stream, h)
+    readers.store_numbers(stream.tokens, s["numbers"], stream.b, h, stream.key_head, g)
     plgpu.barrier_wait(s["head_arrived"])
-    left, total = (_decay_channels(stream, h), 1.0) if g.channel_gate else _decay_heads(stream)
+    if g.channel_gate:
+        _decay_channels(stream, h)
+    else:
+        left, total = records.decay_heads(stream.ring)
+        ring_rows = pl.ds(0, g.window)
+        s["numbers"][readers.LEFT, ring_rows] = left
+        s["numbers"][readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)] = total
     barrier()
-    scratch = {name: s[name] for name in ("weights", "between", "numbers")} | {"of_state": s["factors"].at[_OF_STATE]}
-    readers.solve(stream.present, s["products"], left, total, scalars, stream.length, scratch, g)
+    readers.solve(stream.present, s["products"], not g.channel_gate, stream.due, stream.length, s, g)
     barrier()
     stream.append_numbers(h)
-
-
-def _scalars(stream: Stream, h: Array) -> readers.Scalars:
-    tokens, b, drafts = stream.tokens, stream.b, range(stream.g.tokens)
-    return readers.Scalars(
-        None if stream.g.channel_gate else [tokens.log_decay[b, i, h] for i in drafts],
-        [tokens.beta[b, i, h] for i in drafts],
-        [tokens.q_scale[b, i, stream.key_head] for i in drafts],
-        [tokens.k_scale[b, i, stream.key_head] for i in drafts],
-    )
-
-
-def _decay_heads(stream: Stream) -> tuple[Ref, Array]:
-    left, total = records.decay_heads(stream.ring)
-    factors = stream.scratch["factors"]
-    factors[_LEFT, pl.ds(0, stream.g.window)] = left
-    factors[_TOTAL, 0] = total  # a fold asks for it at every tile
-    return factors.at[_LEFT], jnp.where(stream.due, 1.0, total)
 
 
 def _decay_channels(stream: Stream, h: Array) -> None:
@@ -148,7 +140,8 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     elapsed = records.decay_channels(stream.ring, zero)
     s["total"][...] = jnp.exp(elapsed)
     barrier()
-    readers.multiply(s["readers"], s["gates"], stream.present, stream.length, s["products"], g)
+    present = stream.present
+    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["products"], g)
     gate = jnp.exp(lax.cond(stream.due, lambda: zero, lambda: elapsed))
     readers.store_planes(s["readers"], gate, s["gates"], s["stage"], s["planes"], g)
 
@@ -159,16 +152,19 @@ def _answer(stream: Stream, t: Array) -> None:
     if g.channel_gate:
         stream.fold_if_due(t, None, s["total"])
     else:
-        stream.fold_if_due(t, s["factors"].at[_LEFT], s["factors"][_TOTAL, 0])
-    reads = _multiply_state(s["tile"], s["planes"], g, stream.call.interpret)
+        stream.fold_if_due(t, s["numbers"].at[readers.LEFT], s["numbers"][readers.TOTAL])
+    reads = _multiply(s["tile"], s["planes"], g, stream.call.interpret)
     stream.tile_done(t)
     answers = _combine(stream, reads)
     barrier()
     live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
     s["answers"].T[...] = jnp.where(live, answers, 0.0).astype(g.value_dtype)
     if g.delta_rule:
-        for i in range(g.tokens):
+
+        def record(i: Array, carry: None) -> None:
             s["updates"][i] = column(answers, first + i)
+
+        lax.fori_loop(0, stream.length, record, None)
         stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], None)
     else:
         together = s["values"] if g.tile_rows == TILE_ROWS else None
@@ -183,7 +179,8 @@ def _answer(stream: Stream, t: Array) -> None:
 
 def _combine(stream: Stream, reads: Array) -> Array:
     """Outputs and updates of one tile, [64, N]: the weighted sum of what the state answers, the records and the values."""
-    g, s, length = stream.g, stream.scratch, stream.length
+    g, s = stream.g, stream.scratch
+    first_value, first_read = g.window, g.window + g.tokens
 
     def add(answers: Array, source: Array, weights: Ref, counts: Any) -> Array:
         weight = load(weights, COLUMNS) * counts
@@ -193,30 +190,25 @@ def _combine(stream: Stream, reads: Array) -> Array:
         row = stream.ring.row(j)
         return add(answers, load(s["updates"].at[row], VALUES).astype(f32), s["weights"].at[row], counts)
 
+    def value(j: Array, answers: Array) -> Array:
+        return add(answers, load(s["values"].at[j], VALUES).astype(f32), s["weights"].at[first_value + j], 1.0)
+
+    def key_read(j: Array, answers: Array) -> Array:
+        return add(answers, column(reads, readers.first_key(g) + j), s["weights"].at[first_read + j], 1.0)
+
     is_query = iota(reads.shape, 1, STATE) < g.tokens
-    of_state = load(s["factors"].at[_OF_STATE, pl.ds(0, reads.shape[1])], COLUMNS)
+    of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, reads.shape[1])], COLUMNS)
     answers = jnp.where(is_query, reads * along(of_state, reads.shape, 1), 0.0)
     answers = records.visit(stream.present.count, record, answers)
-    for j in range(g.tokens):
-        row = jnp.minimum(j, length - 1)  # what lies behind the length may be NaN
-        value = load(s["values"].at[row], VALUES).astype(f32)
-        answers = add(answers, value, s["weights"].at[g.window + row], jnp.where(j < length, 1.0, 0.0))
-    if not g.delta_rule:
-        return answers
-    for j in range(g.tokens):
-        key_read, weights = column(reads, readers.first_key(g) + j), s["weights"].at[g.window + g.tokens + j]
-
-        def with_key_read(answers: Array, key_read: Array = key_read, weights: Ref = weights) -> Array:
-            return add(answers, key_read, weights, 1.0)
-
-        answers = lax.cond(j < length, with_key_read, lambda answers: answers, answers)
-    return answers
+    answers = lax.fori_loop(0, stream.length, value, answers)
+    return lax.fori_loop(0, stream.length, key_read, answers) if g.delta_rule else answers
 
 
-def _multiply_state(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
-    """The tile times the readers, [64, N] float32: both cut into bfloat16 terms, the product of the smaller ones left out.
+def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
+    """A tile of the state, or the sources' keys, times the readers, [64, N] float32.
 
-    The tile is the product's first operand, in registers; interpret mode knows that from shared memory only.
+    Both are cut into bfloat16 terms, the product of the smaller ones is left out. The tile is the first operand, in registers;
+    interpret mode knows that from shared memory only.
     """
 
     def terms(columns: Any) -> list[tuple[Array, Ref]]:
