@@ -129,15 +129,15 @@ def solve(
     token, is_query = draft_of(reader, g), reader < first
     scale = load(numbers.at[SCALE, every], COLUMNS)
 
-    # Downwards, so that what lies between draft j and a reader's draft grows by one gate at a time.
-    def weigh(i: Array, elapsed: Array) -> Array:
-        j = length - 1 - i
-        seen = (token > j) | ((token == j) & is_query)
+    # Downwards, so that what lies between draft j and a reader's draft grows by one gate at a time. Loops over drafts are
+    # unrolled: their steps overlap. What lies past the length may be NaN and is selected away.
+    elapsed = plgpu.layout_cast(jnp.ones((n,), f32), COLUMNS)
+    for j in range(g.tokens - 1, -1, -1):
+        seen = ((token > j) | ((token == j) & is_query)) & (token < length)
         weight = load(products.at[g.window + j, every], COLUMNS) * (elapsed * scale) * numbers[K_SCALE, first + j]
         between[j] = jnp.where(seen, weight, 0.0)
-        return jnp.where(token >= j, elapsed * numbers[GATE, j], elapsed) if has_left else elapsed
-
-    elapsed = lax.fori_loop(0, length, weigh, plgpu.layout_cast(jnp.ones((n,), f32), COLUMNS))
+        if has_left:
+            elapsed = jnp.where(token >= j, elapsed * numbers[GATE, j], elapsed)
     of_state = elapsed * scale
     if has_left:
         of_state = of_state * jnp.where(due, 1.0, numbers[TOTAL])
@@ -157,12 +157,13 @@ def solve(
         weights = jnp.where(is_key & (source == own), along(beta, shape, 1), weights)
         weights = jnp.where(is_key & (source == own + g.tokens), along(of_state, shape, 1), weights)
 
-    def substitute(j: Array, weights: Array) -> Array:
-        solved = g.delta_rule
-        update = column(weights, first + j) if solved else jnp.where(by_source == g.window + j, numbers[BETA, j], 0.0)
-        return weights + along(update, shape, 0) * along(load(between.at[j], COLUMNS), shape, 1)
-
-    weights = lax.fori_loop(0, length, substitute, weights)
+    weights = jnp.where(column_token < length, weights, 0.0)
+    for j in range(g.tokens):
+        if g.delta_rule:
+            update = column(weights, first + j)
+        else:
+            update = jnp.where(by_source == g.window + j, jnp.where(j < length, numbers[BETA, j], 0.0), 0.0)
+        weights = weights + along(update, shape, 0) * along(load(between.at[j], COLUMNS), shape, 1)
     if g.delta_rule:
         weights = weights * along(load(numbers.at[K_SCALE, every], COLUMNS), shape, 1)
     scratch["weights"][...] = weights

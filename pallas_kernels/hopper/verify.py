@@ -160,11 +160,8 @@ def _answer(stream: Stream, t: Array) -> None:
     live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
     s["answers"].T[...] = jnp.where(live, answers, 0.0).astype(g.value_dtype)
     if g.delta_rule:
-
-        def record(i: Array, carry: None) -> None:
+        for i in range(g.tokens):
             s["updates"][i] = column(answers, first + i)
-
-        lax.fori_loop(0, stream.length, record, None)
         stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], None)
     else:
         together = s["values"] if g.tile_rows == TILE_ROWS else None
@@ -190,18 +187,18 @@ def _combine(stream: Stream, reads: Array) -> Array:
         row = stream.ring.row(j)
         return add(answers, load(s["updates"].at[row], VALUES).astype(f32), s["weights"].at[row], counts)
 
-    def value(j: Array, answers: Array) -> Array:
-        return add(answers, load(s["values"].at[j], VALUES).astype(f32), s["weights"].at[first_value + j], 1.0)
-
-    def key_read(j: Array, answers: Array) -> Array:
-        return add(answers, column(reads, readers.first_key(g) + j), s["weights"].at[first_read + j], 1.0)
-
-    is_query = iota(reads.shape, 1, STATE) < g.tokens
+    # What lies past the length may be NaN: it is replaced here, and has no weight.
+    is_query, token = iota(reads.shape, 1, STATE) < g.tokens, readers.draft_of(iota(reads.shape, 1, STATE), g)
+    reads = jnp.where(token < stream.length, reads, 0.0)
     of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, reads.shape[1])], COLUMNS)
     answers = jnp.where(is_query, reads * along(of_state, reads.shape, 1), 0.0)
     answers = records.visit(stream.present.count, record, answers)
-    answers = lax.fori_loop(0, stream.length, value, answers)
-    return lax.fori_loop(0, stream.length, key_read, answers) if g.delta_rule else answers
+    for j in range(g.tokens):
+        value = load(s["values"].at[jnp.minimum(j, stream.length - 1)], VALUES).astype(f32)
+        answers = add(answers, value, s["weights"].at[first_value + j], 1.0)
+        if g.delta_rule:
+            answers = add(answers, column(reads, readers.first_key(g) + j), s["weights"].at[first_read + j], 1.0)
+    return answers
 
 
 def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
