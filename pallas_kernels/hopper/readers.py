@@ -102,10 +102,12 @@ def multiply_channels(
     shape = (SOURCES, 8)
     reader = iota(shape, 1, STATE)
     for start in range(0, count(g), 8):
-        eight = plgpu.layout_cast(jnp.zeros(shape, f32), STATE)
-        for i in range(8):
-            eight = jnp.where(reader == i, along(load(by_reader.at[start + i], VALUES), shape, 0), eight)
-        products[:, pl.ds(start, 8)] = eight
+
+        def one(i: Array, eight: Array, start: int = start) -> Array:
+            return jnp.where(reader == i, along(load(by_reader.at[start + i], VALUES), shape, 0), eight)
+
+        zeros = plgpu.layout_cast(jnp.zeros(shape, f32), STATE)
+        products[:, pl.ds(start, 8)] = lax.fori_loop(0, 8, one, zeros, unroll=False)
 
 
 def solve(
@@ -120,7 +122,7 @@ def solve(
         due: whether the records have been folded, so that nothing is left to decay but the drafts.
         length: drafts of this row; what lies behind them may be anything.
         scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [64, N] gets the weights;
-            "between" [16, N] is overwritten.
+            "between" [16, N] is overwritten. The products may lie where the weights go.
         geometry: sizes of the call.
     """
     g, n, first = geometry, count(geometry), first_key(geometry)

@@ -70,19 +70,19 @@ def copies(geometry: Geometry, chunk: int) -> int:
     return chunks + updates + decays + (not g.delta_rule)
 
 
-def visit(count: Array, one: Callable[[Array, Array, Any], Any], carry: Any) -> Any:
-    """``carry = one(j, 1.0, carry)`` for each record j, four at a time so that their loads overlap.
+def visit(count: Array, one: Callable[[Array, Array, Any], Any], carry: Any, unroll: int = 4) -> Any:
+    """``carry = one(j, 1.0, carry)`` for each record j, ``unroll`` at a time so that their loads overlap.
 
-    What fills the last four up repeats the last record with a factor of 0.0 in place of 1.0.
+    What fills the last ones up repeats the last record with a factor of 0.0 in place of 1.0.
     """
 
-    def four(i: Array, carry: Any) -> Any:
-        for j in range(4):
-            record = 4 * i + j
+    def several(i: Array, carry: Any) -> Any:
+        for j in range(unroll):
+            record = unroll * i + j
             carry = one(jnp.minimum(record, count - 1), jnp.where(record < count, 1.0, 0.0), carry)
         return carry
 
-    return lax.fori_loop(0, (count + 3) // 4, four, carry)
+    return lax.fori_loop(0, (count + unroll - 1) // unroll, several, carry)
 
 
 def request_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref, interpret: Interpret) -> None:
@@ -189,14 +189,12 @@ def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry
         columns = pl.ds(first, SWIZZLED)
         remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
 
-        def one(j: Array, state: Array, columns: Any = columns) -> Array:
+        def one(j: Array, counts: Array, state: Array, columns: Any = columns) -> Array:
             row = ring.row(j)
-            update = load(ring.update.at[row], VALUES).astype(f32)
-            if left is not None:
-                update = update * left[row]
+            update = load(ring.update.at[row], VALUES).astype(f32) * (counts if left is None else counts * left[row])
             key = load(ring.decayed.at[row, columns], COLUMNS).astype(f32)
             return state + along(update, shape, 0) * along(key, shape, 1)
 
         state = load(tile.at[:, columns], STATE).astype(f32) * remains
-        state = lax.fori_loop(0, ring.count, one, state)
+        state = visit(ring.count, one, state, unroll=2)
         tile[:, columns] = round_to_checkpoint(state, geometry.checkpoint_dtype)

@@ -82,7 +82,6 @@ def _scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
     scratch = {
         "readers": plgpu.SMEM((rows, g.key_dim), g.record_dtype),
-        "products": plgpu.SMEM((SOURCES, n), f32),
         "between": plgpu.SMEM((16, n), f32),
         "numbers": plgpu.SMEM((8, SOURCES), f32),
         "planes": [plgpu.SMEM((n, g.key_dim), bf16, transforms=swizzled(bf16)) for _ in range(1 if exact else 2)],
@@ -95,6 +94,7 @@ def _scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     else:  # of the records, and behind them of the drafts
         chunks = g.window // config.ring_chunk
         scratch["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
+        scratch["products"] = plgpu.SMEM((SOURCES, n), f32)
         scratch["keys_arrived"] = plgpu.Barrier(num_arrivals=3 + chunks)
     return scratch
 
@@ -128,7 +128,8 @@ def _solve(stream: Stream, head: Array) -> None:
         s["numbers"][readers.LEFT, ring_rows] = left
         s["numbers"][readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)] = total
     barrier()
-    readers.solve(stream.present, s["products"], not g.channel_gate, stream.due, stream.length, s, g)
+    products = s["weights"] if g.channel_gate else s["products"]
+    readers.solve(stream.present, products, not g.channel_gate, stream.due, stream.length, s, g)
     barrier()
     stream.append_numbers(h)
 
@@ -141,7 +142,7 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     s["total"][...] = jnp.exp(elapsed)
     barrier()
     present = stream.present
-    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["products"], g)
+    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["weights"], g)
     gate = jnp.exp(lax.cond(stream.due, lambda: zero, lambda: elapsed))
     readers.store_planes(s["readers"], gate, s["gates"], s["stage"], s["planes"], g)
 
@@ -158,7 +159,12 @@ def _answer(stream: Stream, t: Array) -> None:
     answers = _combine(stream, reads)
     barrier()
     live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
-    s["answers"].T[...] = jnp.where(live, answers, 0.0).astype(g.value_dtype)
+    outputs = jnp.where(live, answers, 0.0)
+    if jnp.dtype(g.value_dtype).itemsize == 2:
+        s["answers"].T[...] = outputs.astype(g.value_dtype)
+    else:  # what transposes on its way to shared memory takes 16 bits
+        for i in range(g.tokens):
+            s["answers"][i] = column(outputs, i)
     if g.delta_rule:
         for i in range(g.tokens):
             s["updates"][i] = column(answers, first + i)
