@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax import replay_reference
+from replayssm_jax import replay_pallas, replay_reference
 from replayssm_jax import rows as rows_lib
 from replayssm_jax.blocked import Block, fold, run_block
 from replayssm_jax.checks import check_implementation, check_rows, check_state, check_tokens
@@ -41,7 +41,8 @@ def prefill(
         slots: slot of each row, None for row b in slot b; values outside [0, N) are padding. [B] int
         lengths: real tokens of each row, None for all T; a row of 0 leaves its slot untouched. [B] int
         chunk_size: tokens of one block; changes results by rounding only.
-        implementation: None or "xla" for chunks, "reference" for one token at a time.
+        implementation: None or "xla" for chunks, "reference" for one token at a time. "pallas" has kernels for decoding
+            alone: where it can run, its prompts go through "xla".
 
     Returns:
         The pool, and the outputs, zero past ``lengths``. [B, T, H, V] v's dtype
@@ -54,6 +55,10 @@ def prefill(
     check_positive_int("chunk_size", chunk_size)
     check_tokens(state, tokens)
     slots, lengths = check_rows(state, tokens, slots, lengths)
+    if implementation == "pallas":
+        if reason := replay_pallas.missing_gpu():
+            raise NotImplementedError(f"implementation='pallas': {reason}")
+        implementation = "xla"
     if check_implementation(implementation, ("reference", "xla")) == "reference":
         after, out = jax.jit(replay_reference.prefill)(state, tokens, slots, lengths)
     else:

@@ -17,7 +17,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 
-from replayssm_jax import replay_reference, replay_xla
+from replayssm_jax import replay_pallas, replay_reference, replay_xla
 from replayssm_jax.checks import check_implementation, check_recordable, check_rows, check_state, check_tokens
 from replayssm_jax.pointer import after_flush, after_verify, commit
 from replayssm_jax.slots import check_slots, debug_distinct, scatter_index
@@ -26,7 +26,7 @@ from replayssm_jax.state import ReplayState, Tokens
 Array = jax.Array
 
 # A backend is a module with verify, flush and supports. The last one that supports a request serves implementation=None.
-_BACKENDS: dict[str, ModuleType] = {"reference": replay_reference, "xla": replay_xla}
+_BACKENDS: dict[str, ModuleType] = {"reference": replay_reference, "xla": replay_xla, "pallas": replay_pallas}
 
 
 def verify(

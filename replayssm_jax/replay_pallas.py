@@ -4,8 +4,8 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels import hopper
 
+from pallas_kernels import hopper
 from replayssm_jax.state import ReplayBuffer, ReplayState, Tokens
 
 Array = jax.Array
@@ -13,7 +13,7 @@ Array = jax.Array
 
 def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
     """Why the kernels cannot serve a request, with what would work, or None."""
-    return _missing_gpu() or unsupported_shape(state, tokens)
+    return missing_gpu() or unsupported_shape(state, tokens)
 
 
 def unsupported_shape(state: ReplayState, tokens: Tokens | None = None) -> str | None:
@@ -46,9 +46,11 @@ def flush(state: ReplayState, slots: Array | None, where: Array, interpret: hopp
     return _frozen(state, refs)
 
 
-def _missing_gpu() -> str | None:
-    if jax.default_backend() != "gpu":
-        return f"needs a Hopper GPU (H100, H200), this process runs on {jax.default_backend()}; implementation='xla' runs anywhere"
+def missing_gpu() -> str | None:
+    """Why this process has no GPU for the kernels, or None."""
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return f"needs a Hopper GPU (H100, H200), this process runs on a {platform}; implementation='xla' runs anywhere"
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     if capability != "9.0":
         return f"needs compute capability 9.0 (H100, H200), this GPU has {capability}; implementation='xla' runs anywhere"

@@ -28,7 +28,7 @@ def test_demo_decodes_and_equals_the_plain_recurrence():
     [
         (["--checkpoint=nowhere"], "nowhere/config.json does not exist"),
         (["--prompt="], "--prompt holds no text"),
-        (["--implementation=pallas"], "reference and xla"),
+        (["--implementation=pallas"], "'xla' runs anywhere"),
     ],
 )
 def test_demo_says_what_is_wrong_in_one_line(arguments, message):

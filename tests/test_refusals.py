@@ -2,12 +2,13 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import replayssm_jax as rs
-from replayssm_jax.replay import _BACKENDS
+from replayssm_jax import replay_pallas
 from tests.cases import case_named, make_tokens
 
 
@@ -50,13 +51,30 @@ def test_records_that_would_be_rounded(family, field, given, record, needed):
     rs.prefill(state, tokens)  # records nothing, so rounds nothing
 
 
-@pytest.mark.skipif("pallas" in _BACKENDS, reason="the pallas backend is here")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernels may run here")
 @pytest.mark.parametrize("door", [rs.verify, rs.step, rs.prefill])
-def test_a_named_backend_that_is_not_here_is_not_replaced(door):
+def test_a_named_backend_that_cannot_run_is_not_replaced(door):
     case = case_named("gdn")
     state = rs.init_state(case.recurrence, case.policy, 2)
     tokens = make_tokens(case, np.random.default_rng(0), 2, 1)
-    with pytest.raises(NotImplementedError, match="implementation='pallas' is not available here; reference and xla are"):
+    with pytest.raises(NotImplementedError, match=r"implementation='pallas': needs a Hopper GPU .*'xla' runs anywhere"):
         door(state, tokens, implementation="pallas")
-    with pytest.raises(NotImplementedError, match="implementation='pallas' is not available here; reference and xla are"):
+    with pytest.raises(NotImplementedError, match=r"implementation='pallas': needs a Hopper GPU .*'xla' runs anywhere"):
         rs.flush(state, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"window": 8, "max_draft": 2}, "window=8: the GPU kernels take window=16 or window=32"),
+        ({"dims": (8, 48)}, "key_dim=48: the GPU kernels take multiples of 32 up to 256"),
+        ({"dims": (8, 288)}, "key_dim=288"),
+        ({"dims": (12, 32)}, "value_dim=12: the GPU kernels take multiples of 8"),
+    ],
+)
+def test_kernels_say_what_would_work(changes, reason):
+    case = case_named("gdn", **({"dims": (8, 32)} | changes))
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    refusal = replay_pallas.unsupported_shape(state)
+    assert refusal.startswith(reason)
+    assert refusal.endswith("implementation='xla' takes any")
