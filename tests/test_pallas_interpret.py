@@ -85,7 +85,7 @@ def test_a_race_is_found():
 
 
 @pytest.mark.parametrize(
-    "value_dim, rows, tiles", [(64, 64, 1), (80, 40, 2), (128, 64, 2), (192, 64, 3), (8, 8, 1), (72, 24, 3)]
+    ("value_dim", "rows", "tiles"), [(64, 64, 1), (80, 40, 2), (128, 64, 2), (192, 64, 3), (8, 8, 1), (72, 24, 3)]
 )
 def test_tiles_divide_the_values(value_dim, rows, tiles):
     sizes = dict.fromkeys(("rows", "slots", "tokens", "value_heads", "key_heads", "max_draft"), 1)

@@ -14,6 +14,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
+    MMA_LEFT,
+    MMA_RIGHT,
+    MMA_SUM,
     SQUARE,
     STATE,
     SWIZZLED,
@@ -25,12 +28,16 @@ from pallas_kernels.hopper.tiles import (
     Pool,
     Ref,
     along,
+    barrier,
+    bf16,
     channels_layout,
     copy_if,
     f32,
     iota,
     load,
+    records_layout,
     round_to_checkpoint,
+    split_exactly,
 )
 
 
@@ -198,3 +205,44 @@ def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry
         state = load(tile.at[:, columns], STATE).astype(f32) * remains
         state = visit(ring.count, one, state, unroll=2)
         tile[:, columns] = round_to_checkpoint(state, geometry.checkpoint_dtype)
+
+
+def fold_on_tensor_cores(
+    tile: Ref, ring: Ring, left: Ref, total: Array, plane: Ref, geometry: Geometry, interpret: Interpret
+) -> None:
+    """``fold`` for a head gate and bfloat16 keys: the updates, times what is left of them, are cut into three bfloat16 terms.
+
+    Nothing is rounded but the sum: the terms are the float32 updates, the keys are as they came.
+
+    Args:
+        tile: [64, K] checkpoint dtype
+        ring: the records.
+        left: factor of each record by ring row. [L] float32
+        total: what is left of the checkpoint.
+        plane: scratch. [L, 64] bfloat16
+        geometry: sizes of the call.
+        interpret: parameters of interpret mode, which has no mma.
+    """
+    layout, rows = records_layout(TILE_ROWS), pl.ds(0, ring.window)
+    by_row = layout.reduce(1)
+    update = load(ring.update, layout).astype(f32) * along(load(left.at[rows], by_row), (ring.window, TILE_ROWS), 0)
+    live = ring.age(by_row) < ring.count
+    update = jnp.where(along(live, update.shape, 0), update, 0.0)
+    terms = []
+    for term in split_exactly(update):
+        barrier()
+        plane[...] = term
+        barrier()
+        terms.append(load(plane.T, MMA_LEFT))
+    live = ring.age(MMA_RIGHT.reduce(1)) < ring.count
+    for first in range(0, geometry.key_dim, SWIZZLED):
+        columns = pl.ds(first, SWIZZLED)
+        key = load(ring.key.at[rows, columns], MMA_RIGHT)
+        key = jnp.where(along(live, key.shape, 0), key, jnp.zeros((), bf16))
+        state = plgpu.layout_cast(load(tile.at[:, columns], STATE).astype(f32) * total, MMA_SUM)
+        for term in terms:
+            if interpret is not None:
+                state = state + jnp.dot(term.astype(f32), key.astype(f32), precision="highest")
+            else:
+                state = plgpu.mma(state, term, key)
+        tile[:, columns] = round_to_checkpoint(plgpu.layout_cast(state, STATE), geometry.checkpoint_dtype)

@@ -26,6 +26,7 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     Rows,
     Tokens,
+    bf16,
     channels_layout,
     compiler_params,
     f32,
@@ -94,7 +95,7 @@ def launch(
         out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
         grid=(g.rows * g.value_heads // config.heads,),
         grid_names=("heads",),
-        scratch_types=_common_scratch(g, config) | scratch,
+        scratch_types=_common_scratch(g, config, scratch) | scratch,
         compiler_params=compiler_params(scalar_reductions),
         interpret=interpret,
     )
@@ -114,7 +115,7 @@ class Call:
     interpret: Interpret
 
 
-def _common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
+def _common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> dict[str, Any]:
     chunks, whole = g.window // config.ring_chunk, g.tile_rows == TILE_ROWS
     update_copies = chunks if whole else g.window
     head_copies = records.copies(g, config.ring_chunk) - chunks - update_copies + g.channel_gate
@@ -128,6 +129,8 @@ def _common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
         "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),
         "tile_arrived": plgpu.Barrier(),
     }
+    if folds_on_tensor_cores(g) and not _is_plane(own["answers"], g):
+        scratch["plane"] = plgpu.SMEM((g.window, TILE_ROWS), bf16)
     if g.channel_gate:
         scratch["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
         scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
@@ -135,6 +138,15 @@ def _common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
         if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
             scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
     return scratch
+
+
+def folds_on_tensor_cores(g: Geometry) -> bool:
+    return g.record_dtype == bf16 and not g.channel_gate
+
+
+def _is_plane(answers: Any, g: Geometry) -> bool:
+    """Whether the memory for a tile's answers, free while the tile is folded, has room for a term of the updates."""
+    return answers.dtype == bf16 and answers.shape[0] >= g.window
 
 
 def _row(call: Call, work: Callable[["Stream"], None], scratch: dict[str, Ref]) -> None:
@@ -253,7 +265,11 @@ class Stream:
         @pl.when(self.due)
         def _():
             plgpu.barrier_wait(s["inputs_arrived"])
-            records.fold(s["tile"], self.ring, left, total, self.g)
+            if folds_on_tensor_cores(self.g):
+                plane = s.get("plane", s["answers"]).at[pl.ds(0, self.g.window)]
+                records.fold_on_tensor_cores(s["tile"], self.ring, left, total, plane, self.g, self.call.interpret)
+            else:
+                records.fold(s["tile"], self.ring, left, total, self.g)
             plgpu.commit_smem()
             stored = s["tile"].at[pl.ds(0, self.g.tile_rows)]
             plgpu.copy_smem_to_gmem(stored, self.pool.checkpoint.at[self.slot, h, pl.ds(first, self.g.tile_rows)])

@@ -27,6 +27,8 @@ STATE = plgpu.Layout.WGMMA
 VALUES = STATE.reduce(1)  # [64], one per row of the tile
 COLUMNS = STATE.reduce(0)  # one per column of the tile, in every warp
 TILE_ROWS = 64
+# Operands of mma.sync on bfloat16; its sum is laid out like the state, under another name.
+MMA_LEFT, MMA_RIGHT, MMA_SUM = plgpu.Layout.MMA_LHS(bf16), plgpu.Layout.MMA_RHS(bf16), plgpu.Layout.MMA_ACC(bf16)
 SWIZZLED = 32  # columns of a swizzled row; slices of one are multiples of it
 
 
@@ -200,6 +202,12 @@ def split(x: Array) -> tuple[Array, Array]:
     """float32 as the sum of two bfloat16, to 2**-17: the first truncated, so that packed conversions serve."""
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, i32) & jnp.int32(-65536), f32)
     return high.astype(bf16), (x - high).astype(bf16)
+
+
+def split_exactly(x: Array) -> tuple[Array, Array, Array]:
+    """float32 as the sum of three bfloat16."""
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, i32) & jnp.int32(-65536), f32)
+    return high.astype(bf16), *split(x - high)
 
 
 def round_to_checkpoint(x: Array, dtype: Any) -> Array:
