@@ -74,7 +74,7 @@ def plan(families: list[str], batches: list[int], sweep: bool) -> list[Job]:
     for family in families:
         (heads, dims), *others = GEOMETRIES[family]
         if sweep:
-            cuts = [(n, chunk) for n in (1, 2, 4, 8) if (heads[0] // heads[1]) % n == 0 for chunk in (4, 8)]
+            cuts = [(n, chunk) for n in (1, 2, 4, 8) if (heads[0] // heads[1]) % n == 0 for chunk in (8, 16)]
             jobs += [Job(family, heads, dims, 256, 1, (1, 7, 14, 15), cut) for cut in cuts]
             jobs += [Job(family, heads, dims, 256, 5, (6, 8), cut) for cut in cuts]
             continue

@@ -60,7 +60,8 @@ def assert_verify_is_right(case: Case, rng: np.random.Generator, tokens: int, to
     assert (np.asarray(out)[live & (lengths < tokens), -1] == 0).all(), "outputs past a row's length are not zero"
     state_tolerance = {"float32": tolerance, "float16": 1e-3, "bfloat16": 8e-3}[case.checkpoint]
     assert relative_error(after.checkpoint, want.checkpoint) <= state_tolerance
-    assert_buffers_close(after, want, tolerance)
+    # what is computed from a checkpoint that was rounded once more, and perhaps the other way, carries that rounding
+    assert_buffers_close(after, want, max(tolerance, state_tolerance if case.checkpoint != "float32" else 0.0))
     untouched = sorted(set(range(NUM_SLOTS)) - set(slots[live].tolist()))
     for slot in untouched:
         before_and_after = (jax.tree.map(lambda pool, slot=slot: pool[slot], tree) for tree in (state, after))

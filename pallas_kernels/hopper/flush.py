@@ -29,7 +29,7 @@ from pallas_kernels.hopper.tiles import (
     state_tile,
 )
 
-_CHUNK = 4  # ring rows that are copied together
+_CHUNK = 8  # ring rows that are copied together
 
 
 def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = None) -> None:

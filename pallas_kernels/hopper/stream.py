@@ -43,17 +43,28 @@ DECAYS, WEIGHTS = 0, 1
 
 @dataclasses.dataclass(frozen=True)
 class StreamConfig:
-    """How the work is cut: value heads that one warpgroup serves, ring rows that are copied together."""
+    """How the work is cut: value heads that one warpgroup serves, ring rows that are copied together.
+
+    Raises:
+        ValueError: ring rows that do not fill the tiles of eight in which shared memory may lie.
+    """
 
     heads: int = 4
-    ring_chunk: int = 4
+    ring_chunk: int = 8
+
+    def __post_init__(self) -> None:
+        if self.ring_chunk not in (8, 16):
+            raise ValueError(f"ring_chunk={self.ring_chunk} must be 8 or 16")
 
 
 def best_config(geometry: Geometry) -> StreamConfig:
-    """As many heads of one key head as share its products, but enough warpgroups to fill the GPU."""
+    """As many heads of one key head as share its products, but enough warpgroups to fill the GPU.
+
+    Two heads a step, up to eight a verify: see ``benchmarks/results/kernels_sweep_h200.json``.
+    """
     g = geometry
-    enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
-    return StreamConfig(heads=max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= enough), ring_chunk=8)
+    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 2 if g.tokens == 1 else 8
+    return StreamConfig(heads=max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)))
 
 
 def launch(
@@ -141,7 +152,7 @@ def _common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> d
 
 
 def folds_on_tensor_cores(g: Geometry) -> bool:
-    return g.record_dtype == bf16 and not g.channel_gate
+    return g.record_dtype == bf16 and not g.channel_gate and g.tile_rows == TILE_ROWS
 
 
 def _is_plane(answers: Any, g: Geometry) -> bool:
@@ -208,13 +219,12 @@ class Stream:
         """Value head and first value of tile ``t``."""
         return self.first_head + t // self.g.tiles, (t % self.g.tiles) * self.g.tile_rows
 
-    def start(self, queries: Ref, *keys: Ref) -> None:
+    def start(self, queries: Ref, keys: Ref) -> None:
         """Requests all that the first tile needs, and the tokens' queries and keys, which wait at "keys_arrived"."""
         self.request_tile(0)
         chunk, interpret, arrived = self.call.config.ring_chunk, self.call.interpret, self.scratch["keys_arrived"]
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
-        for target in keys:
-            plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], target, arrived)
+        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
         records.request_keys(self.pool, self.slot, self.key_head, self.ring, chunk, arrived, interpret)
         self.request_head(0)
         self.request_inputs(0)

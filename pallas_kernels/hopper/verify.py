@@ -73,11 +73,11 @@ def verify(
     """
     config = config or best_config(geometry)
     return launch(
-        "replay_verify", _verify, _scratch(geometry, config), (rows, tokens, pool), geometry, config, False, interpret
+        "replay_verify", _verify, _scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret
     )
 
 
-def _scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
+def _scratch(g: Geometry) -> dict[str, Any]:
     n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
     scratch = {
@@ -92,10 +92,8 @@ def _scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
         scratch["stage"] = plgpu.SMEM((8, g.key_dim), f32)
         scratch["by_reader"] = plgpu.SMEM((n, SOURCES), f32)
     else:  # of the records, and behind them of the drafts
-        chunks = g.window // config.ring_chunk
         scratch["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
         scratch["products"] = plgpu.SMEM((SOURCES, n), f32)
-        scratch["keys_arrived"] = plgpu.Barrier(num_arrivals=3 + chunks)
     return scratch
 
 
@@ -103,12 +101,13 @@ def _verify(stream: Stream) -> None:
     """The kernel's body for a live row."""
     g, s, drafts = stream.g, stream.scratch, pl.ds(0, stream.g.tokens)
     first = readers.first_key(g)
-    targets = [s["readers"].at[pl.ds(first, g.tokens)]]
-    if not g.channel_gate:
-        targets.append(s["keys"].at[pl.ds(g.window, g.tokens)])
-    stream.start(s["readers"].at[drafts], *targets)
+    stream.start(s["readers"].at[drafts], s["readers"].at[pl.ds(first, g.tokens)])
     plgpu.barrier_wait(s["keys_arrived"])
     if not g.channel_gate:
+        # Row by row, as no copy could: memory that is only ever read in two dimensions may get tiled, and a copy of a few rows
+        # into tiles of eight goes astray.
+        for i in range(g.tokens):
+            s["keys"][g.window + i] = load(s["readers"].at[first + i], channels_layout(g.key_dim))
         readers.store_planes(s["readers"], None, None, None, s["planes"], g)
         s["products"][...] = _multiply(s["keys"], s["planes"], g, stream.call.interpret)
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
