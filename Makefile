@@ -5,7 +5,7 @@ PY := .venv/bin/python
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint types pytest format clean setup-run setup-test
+.PHONY: help demo test lint types pytest aot format clean setup-run setup-test setup-aot
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -14,7 +14,7 @@ help: ## list the targets
 demo: setup-run ## decode text with the embedded model (ARGS="..." reaches the example)
 	@$(PY) examples/decode_qwen_like.py $(ARGS)
 
-test: lint types pytest ## what CI runs: lint, types, tests (PYTEST_ARGS="..." reaches pytest)
+test: lint types pytest ## lint, types, tests: what CI runs before make aot (PYTEST_ARGS="..." reaches pytest)
 
 lint: setup-test ## ruff: rules and format
 	@echo "Linting"
@@ -30,6 +30,11 @@ pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
+# The compiler's Python packages are kept out of .venv: where jax sees its CUDA plugin it wants a GPU and all of CUDA.
+aot: setup-aot ## compile the GPU kernels for an H200, no GPU needed, and check what they take
+	@echo "Compiling the GPU kernels"
+	@JAX_PLATFORMS=cpu PYTHONPATH=.venv/aot $(PY) -m pytest -n 2 -m aot tests/test_aot.py $(PYTEST_ARGS)
+
 format: setup-test ## rewrite the sources in the house's format
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
@@ -38,5 +43,5 @@ clean: ## delete .venv and caches (.data and .runs stay)
 	@rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
-setup-run setup-test: setup-%:
+setup-run setup-test setup-aot: setup-%:
 	@.ci/setup $*
