@@ -27,6 +27,7 @@ from pallas_kernels.hopper.tiles import (
     f32,
     pool_from,
     state_tile,
+    store,
 )
 
 _CHUNK = 8  # ring rows that are copied together
@@ -110,14 +111,14 @@ def _flush_tile(
         plgpu.barrier_wait(arrived)
         if g.channel_gate:
             elapsed = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))
-            total[...] = jnp.exp(elapsed)
+            store(total, jnp.exp(elapsed))
             barrier()
             records.fold(tile, ring, None, total, g)
         else:
             left, remains = records.decay_heads(ring)
             rows_of_ring = pl.ds(0, g.window)
-            factors[0, rows_of_ring] = left
-            factors[2, rows_of_ring] = remains
+            store(factors.at[0, rows_of_ring], left)
+            store(factors.at[2, rows_of_ring], remains)
             barrier()
             records.fold(tile, ring, factors.at[0], factors[2, 0], g)
         plgpu.commit_smem()

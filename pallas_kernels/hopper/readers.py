@@ -31,6 +31,7 @@ from pallas_kernels.hopper.tiles import (
     load,
     records_layout,
     split,
+    store,
 )
 
 SOURCES = 64
@@ -94,7 +95,7 @@ def multiply_channels(
             x = load(readers.at[reader], layout.reduce(0)).astype(f32)
             for source, key in ((0, past), (g.window, own)):
                 dots = jnp.sum(key * along(x, key.shape, 1), axis=1)
-                by_reader[reader, pl.ds(source, key.shape[0])] = plgpu.layout_cast(dots, by_row)
+                store(by_reader.at[reader, pl.ds(source, key.shape[0])], plgpu.layout_cast(dots, by_row))
         return past, own
 
     lax.fori_loop(0, length, draft, (load(ring.decayed, layout).astype(f32), own))
@@ -107,7 +108,7 @@ def multiply_channels(
             return jnp.where(reader == i, along(load(by_reader.at[start + i], VALUES), shape, 0), eight)
 
         zeros = plgpu.layout_cast(jnp.zeros(shape, f32), STATE)
-        products[:, pl.ds(start, 8)] = lax.fori_loop(0, 8, one, zeros, unroll=False)
+        store(products.at[:, pl.ds(start, 8)], lax.fori_loop(0, 8, one, zeros, unroll=False))
 
 
 def solve(
@@ -137,13 +138,13 @@ def solve(
     for j in range(g.tokens - 1, -1, -1):
         seen = ((token > j) | ((token == j) & is_query)) & (token < length)
         weight = load(products.at[g.window + j, every], COLUMNS) * (elapsed * scale) * numbers[K_SCALE, first + j]
-        between[j] = jnp.where(seen, weight, 0.0)
+        store(between.at[j], jnp.where(seen, weight, 0.0))
         if has_left:
             elapsed = jnp.where(token >= j, elapsed * numbers[GATE, j], elapsed)
     of_state = elapsed * scale
     if has_left:
         of_state = of_state * jnp.where(due, 1.0, numbers[TOTAL])
-    numbers[OF_STATE, every] = of_state
+    store(numbers.at[OF_STATE, every], of_state)
     barrier()
 
     source, column_token = iota(shape, 0, STATE), draft_of(iota(shape, 1, STATE), g)
@@ -215,10 +216,10 @@ def store_planes(
             for i in range(row, row + 8):
                 draft = i if i < first else i - first
                 if draft < g.tokens and (i < first or g.delta_rule):
-                    stage[i - row] = load(readers.at[i], channels).astype(f32) * decays[draft]
+                    store(stage.at[i - row], load(readers.at[i], channels).astype(f32) * decays[draft])
             barrier()
         x = load(stage if decays else readers.at[eight], layout)
         for plane, terms in zip(planes, [x] if len(planes) == 1 else split(x.astype(f32)), strict=True):
-            plane[eight] = terms
+            store(plane.at[eight], terms)
         barrier()
     plgpu.commit_smem()  # the tensor cores read the planes

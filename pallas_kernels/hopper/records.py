@@ -38,6 +38,7 @@ from pallas_kernels.hopper.tiles import (
     records_layout,
     round_to_checkpoint,
     split_exactly,
+    store,
 )
 
 
@@ -173,7 +174,7 @@ def decay_channels(ring: Ring, since: Array) -> Array:
         row = ring.row(ring.count - 1 - i)
         log_decay = load(ring.log_decay.at[row], channels)
         key = load(ring.key.at[row], channels).astype(f32) * jnp.exp(elapsed)
-        ring.decayed[row] = key if ring.weight is None else key * ring.weight[row]
+        store(ring.decayed.at[row], key if ring.weight is None else key * ring.weight[row])
         return elapsed + log_decay
 
     return lax.fori_loop(0, ring.count, one, since)
@@ -204,7 +205,7 @@ def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry
 
         state = load(tile.at[:, columns], STATE).astype(f32) * remains
         state = visit(ring.count, one, state, unroll=2)
-        tile[:, columns] = round_to_checkpoint(state, geometry.checkpoint_dtype)
+        store(tile.at[:, columns], round_to_checkpoint(state, geometry.checkpoint_dtype))
 
 
 def fold_on_tensor_cores(
@@ -231,7 +232,7 @@ def fold_on_tensor_cores(
     terms = []
     for term in split_exactly(update):
         barrier()
-        plane[...] = term
+        store(plane, term)
         barrier()
         terms.append(load(plane.T, MMA_LEFT))
     live = ring.age(MMA_RIGHT.reduce(1)) < ring.count
@@ -245,4 +246,4 @@ def fold_on_tensor_cores(
                 state = state + jnp.dot(term.astype(f32), key.astype(f32), precision="highest")
             else:
                 state = plgpu.mma(state, term, key)
-        tile[:, columns] = round_to_checkpoint(plgpu.layout_cast(state, STATE), geometry.checkpoint_dtype)
+        store(tile.at[:, columns], round_to_checkpoint(plgpu.layout_cast(state, STATE), geometry.checkpoint_dtype))

@@ -36,6 +36,7 @@ from pallas_kernels.hopper.tiles import (
     f32,
     load,
     records_layout,
+    store,
 )
 
 _COLUMNS_AT_ONCE = 64
@@ -118,7 +119,7 @@ def _multiply_records(stream: Stream) -> None:
         for i, name in enumerate(("query", "key")[: g.readers]):
             x = load(s[name].at[0], layout.reduce(0)).astype(f32)
             dots = jnp.sum(keys * along(x, keys.shape, 1), axis=1)
-            s["numbers"][_DOTS + i, pl.ds(0, g.window)] = plgpu.layout_cast(dots, SQUARE.reduce(1))
+            store(s["numbers"].at[_DOTS + i, pl.ds(0, g.window)], plgpu.layout_cast(dots, SQUARE.reduce(1)))
 
 
 def _solve(stream: Stream, head: Array) -> None:
@@ -134,8 +135,8 @@ def _solve(stream: Stream, head: Array) -> None:
     else:
         left, total = records.decay_heads(stream.ring)
         alpha = jnp.exp(stream.tokens.log_decay[stream.b, 0, h])
-        factors[_LEFT, rows] = left
-        factors[_TOTAL, rows] = total
+        store(factors.at[_LEFT, rows], left)
+        store(factors.at[_TOTAL, rows], total)
     barrier()
 
     @pl.when(stream.present.count > 0)
@@ -143,7 +144,7 @@ def _solve(stream: Stream, head: Array) -> None:
         live = stream.ring.age(by_row) < stream.ring.count
         for i in range(g.readers):
             dots = load(factors.at[_DOTS + i, rows], by_row)
-            factors[_READS + i, rows] = jnp.where(live, dots * left * alpha, 0.0)
+            store(factors.at[_READS + i, rows], jnp.where(live, dots * left * alpha, 0.0))
 
     barrier()
     stream.append_numbers(h)
@@ -155,8 +156,8 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     log_decay = load(s["gates"].at[0], channels_layout(stream.g.key_dim))
     since = lax.cond(stream.due, lambda: jnp.zeros_like(log_decay), lambda: log_decay)
     elapsed = records.decay_channels(stream.ring, since)
-    s["total"][...] = jnp.exp(elapsed)  # for a fold, which leaves the token's own gate out
-    s["remains"][...] = jnp.exp(lax.cond(stream.due, lambda: log_decay, lambda: elapsed))
+    store(s["total"], jnp.exp(elapsed))  # for a fold, which leaves the token's own gate out
+    store(s["remains"], jnp.exp(lax.cond(stream.due, lambda: log_decay, lambda: elapsed)))
 
 
 def _answer(stream: Stream, t: Array, product: Array) -> None:
@@ -179,8 +180,8 @@ def _answer(stream: Stream, t: Array, product: Array) -> None:
         update = update - reads[1] * numbers.k_scale
     update = update * numbers.beta
     output = reads[0] * numbers.q_scale + update * (product * numbers.q_scale * numbers.k_scale)
-    s["answers"][0] = output.astype(g.value_dtype)
-    s["record"][0] = update * numbers.k_scale if g.delta_rule else value
+    store(s["answers"].at[0], output.astype(g.value_dtype))
+    store(s["record"].at[0], update * numbers.k_scale if g.delta_rule else value)
     stream.store(t, lambda i: s["record"].at[:, stored], None)
 
     @pl.when(t + 1 < stream.num_tiles)

@@ -33,6 +33,7 @@ from pallas_kernels.hopper.tiles import (
     load,
     pool_from,
     state_tile,
+    store,
 )
 
 _MULTIPROCESSORS = 132
@@ -176,7 +177,7 @@ def _row(call: Call, work: Callable[["Stream"], None], scratch: dict[str, Ref]) 
     @pl.when(~live)
     def _():
         for i in range(answers.shape[0]):
-            answers[i] = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), g.value_dtype), plgpu.Layout.WGMMA.reduce(1))
+            store(answers.at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), g.value_dtype), plgpu.Layout.WGMMA.reduce(1)))
         plgpu.commit_smem()
 
         def one(t: Array, carry: None) -> None:
@@ -348,7 +349,7 @@ class Stream:
         def _():
             def one(i: Array, carry: None) -> None:
                 row = self.ring.row(self.ring.count + i)
-                self.pool.key[self.slot, self.key_head, row] = load(keys.at[first + i], layout)
+                store(self.pool.key.at[self.slot, self.key_head, row], load(keys.at[first + i], layout))
 
             lax.fori_loop(0, self.length, one, None)
 

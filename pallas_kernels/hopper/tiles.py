@@ -169,6 +169,14 @@ def load(ref: Ref, layout: Any) -> Array:
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def store(ref: Ref, value: Array) -> None:
+    """Writes registers to shared or global memory. Newer JAX wants to be told where a plain way of doing so will do."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
     """A vector over ``axis`` of a matrix, repeated along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))

@@ -46,6 +46,7 @@ from pallas_kernels.hopper.tiles import (
     iota,
     load,
     split,
+    store,
     swizzled,
 )
 
@@ -72,9 +73,7 @@ def verify(
         [B, T, H, V] v's dtype, zero past each row's length.
     """
     config = config or best_config(geometry)
-    return launch(
-        "replay_verify", _verify, _scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret
-    )
+    return launch("replay_verify", _verify, _scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret)
 
 
 def _scratch(g: Geometry) -> dict[str, Any]:
@@ -107,9 +106,9 @@ def _verify(stream: Stream) -> None:
         # Row by row, as no copy could: memory that is only ever read in two dimensions may get tiled, and a copy of a few rows
         # into tiles of eight goes astray.
         for i in range(g.tokens):
-            s["keys"][g.window + i] = load(s["readers"].at[first + i], channels_layout(g.key_dim))
+            store(s["keys"].at[g.window + i], load(s["readers"].at[first + i], channels_layout(g.key_dim)))
         readers.store_planes(s["readers"], None, None, None, s["planes"], g)
-        s["products"][...] = _multiply(s["keys"], s["planes"], g, stream.call.interpret)
+        store(s["products"], _multiply(s["keys"], s["planes"], g, stream.call.interpret))
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
     stream.append_keys(s["readers"], first)
 
@@ -124,8 +123,8 @@ def _solve(stream: Stream, head: Array) -> None:
     else:
         left, total = records.decay_heads(stream.ring)
         ring_rows = pl.ds(0, g.window)
-        s["numbers"][readers.LEFT, ring_rows] = left
-        s["numbers"][readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)] = total
+        store(s["numbers"].at[readers.LEFT, ring_rows], left)
+        store(s["numbers"].at[readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)], total)
     barrier()
     products = s["weights"] if g.channel_gate else s["products"]
     readers.solve(stream.present, products, not g.channel_gate, stream.due, stream.length, s, g)
@@ -138,7 +137,7 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     stream.append_gates(h)
     zero = plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim))
     elapsed = records.decay_channels(stream.ring, zero)
-    s["total"][...] = jnp.exp(elapsed)
+    store(s["total"], jnp.exp(elapsed))
     barrier()
     present = stream.present
     readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["weights"], g)
@@ -160,13 +159,13 @@ def _answer(stream: Stream, t: Array) -> None:
     live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
     outputs = jnp.where(live, answers, 0.0)
     if jnp.dtype(g.value_dtype).itemsize == 2:
-        s["answers"].T[...] = outputs.astype(g.value_dtype)
+        store(s["answers"].T, outputs.astype(g.value_dtype))
     else:  # what transposes on its way to shared memory takes 16 bits
         for i in range(g.tokens):
-            s["answers"][i] = column(outputs, i)
+            store(s["answers"].at[i], column(outputs, i))
     if g.delta_rule:
         for i in range(g.tokens):
-            s["updates"][i] = column(answers, first + i)
+            store(s["updates"].at[i], column(answers, first + i))
         stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], None)
     else:
         together = s["values"] if g.tile_rows == TILE_ROWS else None
