@@ -129,7 +129,8 @@ def program(job: Job) -> tuple[Any, Any]:
 
         scale = jnp.full((*lead, key_heads), key_dim**-0.5)
         tokens = hopper.Tokens(
-            *(normal((*lead, *keys), bf16) for _ in "qk"),
+            normal((*lead, *keys), bf16),
+            normal((*lead, *keys), bf16),
             normal((*lead, *values), bf16),
             uniform((*lead, *decay), -0.3, 0.0),
             uniform((*lead, heads), 0.0, 1.0),
@@ -146,7 +147,7 @@ def program(job: Job) -> tuple[Any, Any]:
 
     def run(rows: Any, tokens: Any, pool: Any) -> tuple[Any, Any]:
         refs = [jax.new_ref(x) for x in pool]
-        state = hopper.Pool(*refs) if len(refs) == 5 else hopper.Pool(*refs, weight=None)
+        state = hopper.Pool(*refs)
 
         def one(_: Any, checksum: jax.Array) -> jax.Array:
             out = kernel(rows, tokens, state, g, config)
@@ -155,7 +156,7 @@ def program(job: Job) -> tuple[Any, Any]:
         checksum = jax.lax.fori_loop(0, LOOP, one, jnp.float32(0))
         return [jax.freeze(ref) for ref in refs], checksum
 
-    vector = jax.ShapeDtypeStruct((job.batch,), jnp.int32)
+    vector: Any = jax.ShapeDtypeStruct((job.batch,), jnp.int32)
     made = jax.eval_shape(make)
     return jax.jit(run, donate_argnums=2).lower(hopper.Rows(*[vector] * 4), *made).compile(), jax.jit(make).lower().compile()
 

@@ -1,6 +1,7 @@
 """Exactness over long runs, gates at both ends of what a float holds, and checkpoints of half precision."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
@@ -106,7 +107,8 @@ def test_the_chunk_size_changes_a_prompt_by_rounding_only(family, rng):
     tokens, lengths = make_tokens(case, rng, 2, 40), jnp.array([40, 33])
     states, outs = [], []
     for chunk_size in (1, 17, 64):
-        state, out = rs.prefill(rs.init_state(case.recurrence, case.policy, 2), tokens, None, lengths, chunk_size=chunk_size)
+        door = jax.jit(functools.partial(rs.prefill, chunk_size=chunk_size), compiler_options=FAST_COMPILE)
+        state, out = door(rs.init_state(case.recurrence, case.policy, 2), tokens, None, lengths)
         states.append(state.checkpoint)
         outs.append(out)
     assert max(relative_error(x, states[0]) for x in states) < 2e-6
@@ -121,10 +123,12 @@ def test_double_precision_elsewhere_changes_nothing_here(family, rng):
     results = []
     for enabled in (False, True):
         with jax.enable_x64(enabled):
-            state, first = rs.prefill(rs.init_state(case.recurrence, case.policy, 3), prompt, np.array([2, 0]))
-            state, second = rs.verify(state, drafts, np.array([0, 2]), np.array([4, 1]))
-            state = dataclasses.replace(state, pointer=rs.commit(state.pointer, np.array([3, 1]), np.array([0, 2])))
-            results.append((rs.flush(state), rs.materialize(state), first, second))
+            fresh = rs.init_state(case.recurrence, case.policy, 3)
+            state, first = jitted("prefill")(fresh, prompt, np.array([2, 0]), np.array([20, 7]))
+            state, second = jitted("verify")(state, drafts, np.array([0, 2]), np.array([4, 1]))
+            pointer = jitted("commit")(state.pointer, np.array([3, 1]), np.array([0, 2]))
+            state = dataclasses.replace(state, pointer=pointer)
+            results.append((jitted("flush")(state), jitted("materialize")(state), first, second))
     chex.assert_trees_all_equal_dtypes(*results)
     assert same_bits(*results)
 
@@ -198,6 +202,31 @@ def test_a_half_precision_checkpoint_saturates(value, checkpoint, largest, sign)
 def test_a_checkpoint_keeps_nan(checkpoint):
     """A request that went wrong says so; saturation does not turn it into a large number."""
     assert np.isnan(_one_value(np.nan, checkpoint, 2).checkpoint[0, 0, :, 0].astype(np.float32)).all()
+
+
+@every_implementation
+@pytest.mark.parametrize("family", ["gdn", "gla"])
+def test_outputs_after_a_flush_come_from_the_checkpoint_as_it_is_stored(family, implementation, rng):
+    """A due row answers from its rounded checkpoint, so a pool restored from it goes on in the same way."""
+    pair = Lockstep(case_named(family, checkpoint="bfloat16"), implementation)
+    for _ in range(3):
+        pair.verify(make_tokens(pair.case, rng, 1, 4), [1], [4])
+        pair.commit([4], [1])
+    drafts = make_tokens(pair.case, rng, 1, 4)
+    out = pair.verify(drafts, [1], [4])
+    assert pair.state.pointer.length[1] == 0
+    _, want = oracle.run(pair.case.recurrence, pair.state.checkpoint[1].astype(np.float64), drafts)
+    assert relative_error(out[0], want) < 5e-6
+
+
+@every_implementation
+def test_a_flush_without_records_keeps_every_bit(implementation):
+    """Adding nothing to a negative zero would make it a positive one."""
+    pair = Lockstep(case_named("gdn"), implementation)
+    pair.state.checkpoint[:] = -0.0
+    before = pair.state.checkpoint.copy()
+    pair.flush(range(4), [True] * 4)
+    assert same_bits(before, pair.state.checkpoint)
 
 
 @pytest.mark.parametrize("checkpoint", ["bfloat16", "float16"])

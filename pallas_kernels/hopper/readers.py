@@ -192,24 +192,23 @@ def store_numbers(tokens: Tokens, numbers: Ref, b: Array, h: Array, key_head: Ar
             numbers[BETA, i] = beta[i]
 
 
-def store_planes(
-    readers: Ref, gate: Array | None, gates: Ref | None, stage: Ref | None, planes: list[Ref], g: Geometry
-) -> None:
+def store_planes(readers: Ref, gate: Array | None, gates: Ref, stage: Ref, planes: list[Ref], g: Geometry) -> None:
     """Puts the readers where the tensor cores read them: as sums of bfloat16 planes.
 
     Args:
         readers: queries and keys. [16 n, K] record dtype
         gate: with a channel gate what is left of the checkpoint before the first draft; it goes into the readers. [K] float32
-        gates: the drafts' log decays of a channel gate. [T, K] float32
-        stage: scratch of a channel gate. [8, K] float32
+        gates: the drafts' log decays of a channel gate, else None. [T, K] float32
+        stage: scratch of a channel gate, else None. [8, K] float32
         planes: one where bfloat16 holds the readers exactly, else two. [N, K] bfloat16 each
         g: sizes of the call.
     """
     layout, channels, first = eight_rows_layout(g.key_dim), channels_layout(g.key_dim), first_key(g)
     decays: list[Array] = []
-    for i in range(g.tokens if gate is not None else 0):
-        gate = gate * jnp.exp(load(gates.at[i], channels))
-        decays.append(gate)
+    if gate is not None:
+        for i in range(g.tokens):
+            gate = gate * jnp.exp(load(gates.at[i], channels))
+            decays.append(gate)
     for row in range(0, count(g), 8):
         eight = pl.ds(row, 8)
         if decays:

@@ -4,8 +4,9 @@ Every exponent is a sum of log decays over the records in between, never a diffe
 Ring rows without a committed record may hold anything, NaN included: loops do not visit them, masks select them away.
 """
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -42,7 +43,8 @@ from pallas_kernels.hopper.tiles import (
 )
 
 
-class Ring(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Ring:
     """The records of one row, as one value head and one tile see them."""
 
     key: Ref  # [L or more, K] record dtype
@@ -141,7 +143,8 @@ def request_decays(
     else:
         copy_if(ring.count > 0, pool.log_decay.at[slot, h], ring.log_decay, arrived, interpret)
     if ring.weight is not None:
-        copy_if(ring.count > 0, pool.weight.at[slot, h], ring.weight, arrived, interpret)
+        weights: Any = pool.weight
+        copy_if(ring.count > 0, weights.at[slot, h], ring.weight, arrived, interpret)
 
 
 def decay_heads(ring: Ring) -> tuple[Array, Array]:

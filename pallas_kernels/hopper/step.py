@@ -91,7 +91,7 @@ class _Numbers(NamedTuple):
     beta: Array
     q_scale: Array
     k_scale: Array
-    gate: Array | None  # alpha of a head gate
+    gate: Any  # alpha of a head gate, None of a channel gate
 
 
 def _step(stream: Stream) -> None:
@@ -131,7 +131,8 @@ def _solve(stream: Stream, head: Array) -> None:
         _decay_channels(stream, h)
         barrier()
         _multiply_records(stream)
-        left, alpha = 1.0, 1.0
+        left: Any = 1.0
+        alpha: Any = 1.0
     else:
         left, total = records.decay_heads(stream.ring)
         alpha = jnp.exp(stream.tokens.log_decay[stream.b, 0, h])

@@ -203,7 +203,8 @@ class Stream:
 
     def __init__(self, call: Call, b: Array, first_head: Array, slot: Array, length: Array, scratch: dict[str, Ref]):
         g = call.g
-        self.call, self.g, self.pool, self.tokens = call, g, call.pool, call.tokens
+        self.call, self.g, self.pool = call, g, call.pool
+        self.tokens: Any = call.tokens  # references
         self.b, self.first_head, self.slot, self.length, self.scratch = b, first_head, slot, length, scratch
         self.key_head = first_head // g.group_size
         count, start = call.rows.length[slot], call.rows.origin[slot] & (g.window - 1)
@@ -213,7 +214,7 @@ class Stream:
         weights = None if g.delta_rule else numbers.at[WEIGHTS, rows]
         self.ring = Ring(keys, decayed, scratch["updates"], decays, weights, start, count, g.window)
         self.due = count + 2 * g.max_draft > g.window
-        self.present = self.ring._replace(count=jnp.where(self.due, 0, count))  # records that the tokens see
+        self.present = dataclasses.replace(self.ring, count=jnp.where(self.due, 0, count))  # records that the tokens see
         self.num_tiles = call.config.heads * g.tiles
 
     def place(self, t: Any) -> tuple[Any, Any]:

@@ -88,12 +88,12 @@ class Pool(NamedTuple):
     key: Ref  # [N, G, L, K] record dtype
     update: Ref  # [N, H, L, V] float32 with the delta rule, else the record dtype
     log_decay: Ref  # [N, H, L] or [N, H, L, K] float32
-    weight: Ref | None  # [N, H, L] float32 without the delta rule
+    weight: Ref | None = None  # [N, H, L] float32 without the delta rule
 
 
 def pool_from(refs: Sequence[Ref]) -> Pool:
     """The pool from its references, the weights' one left out with the delta rule."""
-    return Pool(*refs) if len(refs) == 5 else Pool(*refs, weight=None)
+    return Pool(*refs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,8 @@ def state_tile(geometry: Geometry) -> Any:
 def swizzled(dtype: Any) -> tuple[Any, Any]:
     """Transforms of an [8 m, 32 n] array in shared memory: what a warp or the tensor cores read without bank conflicts."""
     width = SWIZZLED * jnp.dtype(dtype).itemsize
-    return plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(width)
+    # "abstract" only because their base class has a method without a body
+    return plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -177,7 +178,7 @@ def store(ref: Ref, value: Array) -> None:
         ref[...] = value
 
 
-def along(x: Array, shape: tuple[int, int], axis: int) -> Array:
+def along(x: Array, shape: tuple[int, ...], axis: int) -> Array:
     """A vector over ``axis`` of a matrix, repeated along the other."""
     return lax.broadcast_in_dim(x, shape, (axis,))
 
@@ -202,8 +203,7 @@ def barrier() -> None:
 
 def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: Interpret) -> None:
     """A copy to shared memory that counts as an arrival either way; interpret mode knows no predicates and always copies."""
-    predicate = {} if interpret is not None else {"predicate": needed}
-    plgpu.copy_gmem_to_smem(source, target, arrived, **predicate)
+    plgpu.copy_gmem_to_smem(source, target, arrived, predicate=None if interpret is not None else needed)
 
 
 def split(x: Array) -> tuple[Array, Array]:

@@ -222,7 +222,8 @@ def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -
     steps = [pl.ds(first, SWIZZLED) for first in range(0, g.key_dim, SWIZZLED)]
     if interpret is not None:
         pairs = [(x, plane[:, columns]) for columns in steps for x, plane in terms(columns)]
-        return sum(jnp.dot(x.astype(f32), y.astype(f32).T, precision="highest") for x, y in pairs)
+        products = [jnp.dot(x.astype(f32), y.astype(f32).T, precision="highest") for x, y in pairs]
+        return sum(products[1:], products[0])
 
     def accumulate(total: Ref) -> Array:
         for columns in steps:

@@ -1,0 +1,71 @@
+"""Writes benchmarks/results/summary.json, the headline figures of the GPU kernels, from the files that hold their samples.
+
+python benchmarks/summary.py
+"""
+
+import json
+import math
+import pathlib
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.plots import HEADLINE, RESULTS, best, select, time_of  # noqa: E402
+
+SOURCE = "kernels_h200.json"
+Entry = dict[str, Any]
+
+
+def last_before_flush(entries: list[Entry], flush: bool = False, **wanted: Any) -> float | None:
+    """Time [us] of a verify with the most records that were measured, of ordinary rows or of rows that flush."""
+    matching = select(entries, what="verify", flush=flush, **wanted)
+    return time_of(max(matching, key=lambda entry: entry["records"])) if matching else None
+
+
+def figures(results: Entry) -> dict[str, float]:
+    """Every headline figure that the results hold, by name."""
+    entries: list[Entry] = results["measurements"]
+    found: dict[str, float] = {}
+    for family, heads in HEADLINE.items():
+        shape: Entry = {"family": family, "heads": heads}
+        ours: Entry = shape | {"kernel": "pallas"}
+        dims = next(entry["dims"] for entry in select(entries, **ours))
+        floor = 4 * heads[0] * math.prod(dims) * 256 / (results["ceiling"]["read_tb_s"] * 1e6)
+        mean = best(entries, **ours, batch=256, what="step_mean")
+        against = {
+            "step_mean_speedup_vs_recurrent": best(entries, **shape, batch=256, kernel="recurrent", what="step"),
+            "step_mean_speedup_vs_published_replay": best(
+                entries, **shape, batch=256, kernel="published_replay", what="step_mean"
+            ),
+        }
+        ratios = {name: time / mean for name, time in against.items() if time and mean}
+        if mean:
+            ratios["step_mean_over_floor"] = mean / floor
+        for tokens in (5, 9):
+            for suffix, flush in (("", False), ("_flush", True)):
+                time = last_before_flush(entries, flush, **ours, batch=256, tokens=tokens)
+                if time:
+                    ratios[f"verify{tokens}{suffix}_over_floor"] = time / floor
+        for batch, name, inverse in ((1, "step_b1_over_recurrent", False), (512, "step_b512_speedup_vs_recurrent", True)):
+            own = best(entries, **ours, batch=batch, what="step_mean")
+            recurrent = best(entries, **shape, batch=batch, kernel="recurrent", what="step")
+            if own and recurrent:
+                ratios[name] = recurrent / own if inverse else own / recurrent
+        found |= {f"{family}_{name}": round(value, 3) for name, value in ratios.items()}
+    return found
+
+
+def main() -> None:
+    results = json.loads((RESULTS / SOURCE).read_text())
+    about = {"unit": "ratio", "device": results["device"], "date": results["date"], "source": SOURCE}
+    summary = {name: {"value": value, **about} for name, value in figures(results).items()}
+    (RESULTS / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for name, entry in summary.items():
+        print(f"{name:45s} {entry['value']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
