@@ -60,7 +60,7 @@ def figures(results: Entry) -> dict[str, float]:
 
 def main() -> None:
     results = json.loads((RESULTS / SOURCE).read_text())
-    about = {"unit": "ratio", "device": results["device"], "date": results["date"], "source": SOURCE}
+    about = {"unit": "ratio", "device": results["device"], "date": results["date"], "source": f"benchmarks/results/{SOURCE}"}
     summary = {name: {"value": value, **about} for name, value in figures(results).items()}
     (RESULTS / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for name, entry in summary.items():

@@ -22,8 +22,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
+from pallas_kernels.hopper.launch import best_config, launch
 from pallas_kernels.hopper.readers import SOURCES
-from pallas_kernels.hopper.stream import Stream, StreamConfig, best_config, launch
+from pallas_kernels.hopper.stream import Stream, StreamConfig
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     STATE,

@@ -1,0 +1,145 @@
+"""Starts a kernel: how the work is cut, what shared memory it needs, which rows are live."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper import records
+from pallas_kernels.hopper.stream import Call, Stream, StreamConfig, folds_on_tensor_cores, store_answers
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    VALUES,
+    Array,
+    Geometry,
+    Interpret,
+    Pool,
+    Ref,
+    Rows,
+    Tokens,
+    bf16,
+    compiler_params,
+    f32,
+    pool_from,
+    state_tile,
+    store,
+)
+
+_MULTIPROCESSORS = 132
+
+
+def best_config(geometry: Geometry) -> StreamConfig:
+    """As many heads of one key head as share its products, but enough warpgroups to fill the GPU.
+
+    Two heads a step, up to eight a verify: see ``benchmarks/results/kernels_sweep_h200.json``.
+    """
+    g = geometry
+    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 2 if g.tokens == 1 else 8
+    return StreamConfig(heads=max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)))
+
+
+def launch(
+    name: str,
+    work: Callable[[Stream], None],
+    scratch: dict[str, Any],
+    operands: tuple[Rows, Tokens, Pool],
+    geometry: Geometry,
+    config: StreamConfig,
+    scalar_reductions: bool,
+    interpret: Interpret,
+) -> Array:
+    """Runs ``work`` for every live row and group of heads; answers of all other rows are zero.
+
+    Args:
+        name: of the kernel, as profilers show it.
+        work: what a warpgroup does.
+        scratch: shared memory besides ``_common_scratch``. "answers" [n, 64] holds the outputs of a tile; the first two rows of
+            "numbers" are for the ring's log decays and weights.
+        operands: of the call.
+        geometry: sizes of the call.
+        config: how to cut it.
+        scalar_reductions: whether ``work`` reduces an array to a scalar.
+        interpret: parameters of interpret mode, None on a GPU.
+
+    Returns:
+        [B, T, H, V] v's dtype.
+    """
+    g, (rows, tokens, pool) = geometry, operands
+
+    def body(*refs: Ref, **scratch: Ref) -> None:
+        *inputs, out = refs
+        call = Call(Rows(*inputs[:4]), Tokens(*inputs[4:11]), pool_from(inputs[11:]), out, g, config, interpret)
+        _row(call, work, scratch)
+
+    body.__name__ = name
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
+        grid=(g.rows * g.value_heads // config.heads,),
+        grid_names=("heads",),
+        scratch_types=_common_scratch(g, config, scratch) | scratch,
+        compiler_params=compiler_params(scalar_reductions),
+        interpret=interpret,
+    )
+    return kernel(*rows, *tokens, *(x for x in pool if x is not None))
+
+
+def _common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> dict[str, Any]:
+    chunks, whole = g.window // config.ring_chunk, g.tile_rows == TILE_ROWS
+    update_copies = chunks if whole else g.window
+    head_copies = records.copies(g, config.ring_chunk) - chunks - update_copies + g.channel_gate
+    scratch = {
+        "tile": state_tile(g),
+        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
+        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
+        "values": plgpu.SMEM((g.tokens, TILE_ROWS), g.value_dtype),
+        "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks),
+        "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
+        "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),
+        "tile_arrived": plgpu.Barrier(),
+    }
+    if folds_on_tensor_cores(g) and not _is_plane(own["answers"], g):
+        scratch["plane"] = plgpu.SMEM((g.window, TILE_ROWS), bf16)
+    if g.channel_gate:
+        scratch["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
+        scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
+        scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
+        if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
+            scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
+    return scratch
+
+
+def _is_plane(answers: Any, g: Geometry) -> bool:
+    """Whether the memory for a tile's answers, free while the tile is folded, has room for a term of the updates."""
+    return answers.dtype == bf16 and answers.shape[0] >= g.window
+
+
+def _row(call: Call, work: Callable[[Stream], None], scratch: dict[str, Ref]) -> None:
+    """One warpgroup: finds its row and heads, and works on them if the row is live."""
+    g, rows, answers = call.g, call.rows, scratch["answers"]
+    index = lax.axis_index("heads")
+    groups = g.value_heads // call.config.heads
+    first_head, b = (index % groups) * call.config.heads, index // groups  # heads of one key head side by side: its keys hit L2
+    slot, length = rows.slots[b], rows.lengths[b]
+    live = (slot >= 0) & (slot < g.slots) & (length > 0)
+
+    @pl.when(live)
+    def _():
+        work(Stream(call, b, first_head, slot, length, scratch))
+
+    @pl.when(~live)
+    def _():
+        for i in range(answers.shape[0]):
+            store(answers.at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), g.value_dtype), VALUES))
+        plgpu.commit_smem()
+
+        def one(t: Array, carry: None) -> None:
+            store_answers(call, answers, b, first_head + t // g.tiles, (t % g.tiles) * g.tile_rows)
+
+        lax.fori_loop(0, call.config.heads * g.tiles, one, None)
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
