@@ -81,8 +81,8 @@ def _scratch(g: Geometry) -> dict[str, Any]:
     return scratch
 
 
-# Rows of the scratch "numbers" behind the ring's own: what is left of each record; products of query and key with the records'
-# adds to what query and key read; what is left of the checkpoint.
+# Rows of the scratch "numbers" behind the ring's own: what is left of each record; products of the records' keys with the query
+# and the key; what each record adds to what those two read; what is left of the checkpoint.
 _LEFT, _DOTS, _READS, _TOTAL = 2, 3, 5, 7
 
 
