@@ -241,6 +241,37 @@ def test_speculative_decoding_in_a_while_loop_copies_nothing(compile_for_h200):
     _check_in_place(compiled, state)
 
 
+def test_heads_split_over_two_gpus_are_updated_in_place():
+    """A kernel under shard_map, as ``sharding`` runs it: every device has half of the heads and keeps them where they lie."""
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x2")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(2,), axis_names=("model",))
+    layer = LAYERS["gdn"]
+    half = dataclasses.replace(layer, heads=(layer.heads[0] // 2, layer.heads[1] // 2)).recurrence
+    state, tokens = _state(layer, 1, ROWS), _tokens(layer, 1)
+
+    def on_each(state, tokens, lengths):
+        after, out = replay_pallas.verify(dataclasses.replace(state, recurrence=half), tokens, None, lengths)
+        return dataclasses.replace(after, recurrence=state.recurrence), out
+
+    by_head, whole = PartitionSpec(None, "model"), PartitionSpec()
+    pools = jax.tree.map(lambda pool: by_head if pool.ndim > 1 else whole, state)
+    specs = pools, jax.tree.map(lambda _: PartitionSpec(None, None, "model"), tokens), whole
+    run = jax.shard_map(on_each, mesh=mesh, in_specs=specs, out_specs=(pools, specs[1].v), check_vma=False)
+    placed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        (state, tokens, VECTOR),
+        specs,
+    )
+    compiled = jax.jit(run, donate_argnums=0).lower(*placed).compile()
+    local = jax.tree.map(
+        lambda pool: jax.ShapeDtypeStruct((ROWS, pool.shape[1] // 2, *pool.shape[2:]), pool.dtype), state.buffer
+    )
+    assert compiled.memory_analysis().alias_size_in_bytes >= (_bytes(state.checkpoint) + _bytes(state.buffer)) // 2
+    checkpoint = jax.ShapeDtypeStruct((ROWS, half.num_value_heads, *state.checkpoint.shape[2:]), state.checkpoint.dtype)
+    assert _moves(compiled, [dataclasses.replace(state, checkpoint=checkpoint, buffer=local)]) == []
+    assert "all-gather" not in compiled.as_text()
+
+
 def test_the_search_finds_a_copy(compile_for_h200):
     """The same call without donation must keep its input; the tests above would see that."""
     state = _state(LAYERS["mamba2"], DRAFTS["flush"])
