@@ -20,16 +20,6 @@ def implementation(request):
     return request.param
 
 
-@pytest.fixture(autouse=True)
-def time_is_short(request):
-    """The law replays every record one by one and takes its time to compile: every second row of the table is enough for it."""
-    names = request.fixturenames
-    if "case" in names and "implementation" in names and request.getfixturevalue("implementation") == "reference":
-        case = request.getfixturevalue("case")
-        if CASES.index(case) % 2:
-            pytest.skip("the law is tried on every second row")
-
-
 def test_prompts(case, implementation, rng):
     """Ragged prompts of 1, 63, 64, 65 and 130 tokens into fresh slots, then again from the middle of a window."""
     pair = Lockstep(case, implementation, num_slots=6)

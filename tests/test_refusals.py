@@ -70,11 +70,12 @@ def test_a_named_backend_that_cannot_run_is_not_replaced(door):
         ({"dims": (8, 48)}, "key_dim=48: the GPU kernels take multiples of 32 up to 256"),
         ({"dims": (8, 288)}, "key_dim=288"),
         ({"dims": (12, 32)}, "value_dim=12: the GPU kernels take multiples of 8"),
+        ({"dims": (64, 256), "gate": "channel", "window": 32, "max_draft": 16}, "T=16 tokens with key_dim=256 need "),
     ],
 )
 def test_kernels_say_what_would_work(changes, reason):
     case = case_named("gdn", **({"dims": (8, 32)} | changes))
     state = rs.init_state(case.recurrence, case.policy, 2)
-    refusal = replay_pallas.unsupported_shape(state)
+    refusal = replay_pallas.unsupported_shape(state, make_tokens(case, np.random.default_rng(0), 1, case.max_draft))
     assert refusal.startswith(reason)
     assert refusal.endswith("implementation='xla' takes any")

@@ -25,7 +25,6 @@ from pallas_kernels.hopper.tiles import (
     channels_layout,
     compiler_params,
     f32,
-    pool_from,
     state_tile,
     store,
 )
@@ -46,7 +45,7 @@ def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = Non
     operands = [*rows, *(x for x in pool if x is not None)]
 
     def replay_flush(*refs: Ref, **scratch: Ref) -> None:
-        _flush_tile(Rows(*refs[:4]), pool_from(refs[4:]), g, interpret, **scratch)
+        _flush_tile(Rows(*refs[:4]), Pool(*refs[4:]), g, interpret, **scratch)
 
     plgpu.kernel(
         replay_flush,

@@ -24,7 +24,6 @@ from pallas_kernels.hopper.tiles import (
     bf16,
     compiler_params,
     f32,
-    pool_from,
     state_tile,
     store,
 )
@@ -57,7 +56,7 @@ def launch(
     Args:
         name: of the kernel, as profilers show it.
         work: what a warpgroup does.
-        scratch: shared memory besides ``_common_scratch``. "answers" [n, 64] holds the outputs of a tile; the first two rows of
+        scratch: shared memory besides ``common_scratch``. "answers" [n, 64] holds the outputs of a tile; the first two rows of
             "numbers" are for the ring's log decays and weights.
         operands: of the call.
         geometry: sizes of the call.
@@ -72,7 +71,7 @@ def launch(
 
     def body(*refs: Ref, **scratch: Ref) -> None:
         *inputs, out = refs
-        call = Call(Rows(*inputs[:4]), Tokens(*inputs[4:11]), pool_from(inputs[11:]), out, g, config, interpret)
+        call = Call(Rows(*inputs[:4]), Tokens(*inputs[4:11]), Pool(*inputs[11:]), out, g, config, interpret)
         _row(call, work, scratch)
 
     body.__name__ = name
@@ -81,14 +80,15 @@ def launch(
         out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
         grid=(g.rows * g.value_heads // config.heads,),
         grid_names=("heads",),
-        scratch_types=_common_scratch(g, config, scratch) | scratch,
+        scratch_types=common_scratch(g, config, scratch) | scratch,
         compiler_params=compiler_params(scalar_reductions),
         interpret=interpret,
     )
     return kernel(*rows, *tokens, *(x for x in pool if x is not None))
 
 
-def _common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> dict[str, Any]:
+def common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory of every stream; ``own`` is what the kernel has besides."""
     chunks, whole = g.window // config.ring_chunk, g.tile_rows == TILE_ROWS
     update_copies = chunks if whole else g.window
     head_copies = records.copies(g, config.ring_chunk) - chunks - update_copies + g.channel_gate

@@ -65,11 +65,12 @@ def step(
         [B, 1, H, V] v's dtype, zero for padding.
     """
     config = config or best_config(geometry)
-    return launch("replay_step", _step, _scratch(geometry), (rows, tokens, pool), geometry, config, True, interpret)
+    return launch("replay_step", _step, scratch(geometry), (rows, tokens, pool), geometry, config, True, interpret)
 
 
-def _scratch(g: Geometry) -> dict[str, Any]:
-    scratch = {
+def scratch(g: Geometry) -> dict[str, Any]:
+    """Shared memory besides what every stream has."""
+    buffers = {
         "query": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "key": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "numbers": plgpu.SMEM((8, 32), f32),
@@ -77,8 +78,8 @@ def _scratch(g: Geometry) -> dict[str, Any]:
         "record": plgpu.SMEM((1, TILE_ROWS), g.update_dtype),
     }
     if g.channel_gate:
-        scratch["remains"] = plgpu.SMEM((g.key_dim,), f32)  # of the state that the token reads, after its own gate
-    return scratch
+        buffers["remains"] = plgpu.SMEM((g.key_dim,), f32)  # of the state that the token reads, after its own gate
+    return buffers
 
 
 # Rows of the scratch "numbers" behind the ring's own: what is left of each record; products of the records' keys with the query

@@ -7,7 +7,6 @@ Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,11 +90,6 @@ class Pool(NamedTuple):
     weight: Ref | None = None  # [N, H, L] float32 without the delta rule
 
 
-def pool_from(refs: Sequence[Ref]) -> Pool:
-    """The pool from its references, the weights' one left out with the delta rule."""
-    return Pool(*refs)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Geometry:
     """Static sizes of one call."""
@@ -136,20 +130,6 @@ class Geometry:
     def readers(self) -> int:
         """Columns that each token reads the state with: its query, and with the delta rule its key."""
         return 2 if self.delta_rule else 1
-
-
-def unsupported(geometry: Geometry) -> str | None:
-    """Why the kernels cannot serve a call, with what would work; None if they can."""
-    g = geometry
-    if g.window not in (16, 32):
-        return f"window={g.window}: the GPU kernels take window=16 or window=32"
-    if g.key_dim % 32 or g.key_dim > 256:
-        return f"key_dim={g.key_dim}: the GPU kernels take multiples of 32 up to 256"
-    if g.value_dim % 8:
-        return f"value_dim={g.value_dim}: the GPU kernels take multiples of 8"
-    if g.tokens > 16:
-        return f"T={g.tokens} drafts: the GPU kernels take up to 16"
-    return None
 
 
 def state_tile(geometry: Geometry) -> Any:

@@ -74,13 +74,14 @@ def verify(
         [B, T, H, V] v's dtype, zero past each row's length.
     """
     config = config or best_config(geometry)
-    return launch("replay_verify", _verify, _scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret)
+    return launch("replay_verify", _verify, scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret)
 
 
-def _scratch(g: Geometry) -> dict[str, Any]:
+def scratch(g: Geometry) -> dict[str, Any]:
+    """Shared memory besides what every stream has."""
     n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
-    scratch = {
+    buffers = {
         "readers": plgpu.SMEM((rows, g.key_dim), g.record_dtype),
         "between": plgpu.SMEM((16, n), f32),
         "numbers": plgpu.SMEM((8, SOURCES), f32),
@@ -89,12 +90,12 @@ def _scratch(g: Geometry) -> dict[str, Any]:
         "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype),
     }
     if g.channel_gate:
-        scratch["stage"] = plgpu.SMEM((8, g.key_dim), f32)
-        scratch["by_reader"] = plgpu.SMEM((n, SOURCES), f32)
+        buffers["stage"] = plgpu.SMEM((8, g.key_dim), f32)
+        buffers["by_reader"] = plgpu.SMEM((n, SOURCES), f32)
     else:  # of the records, and behind them of the drafts
-        scratch["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
-        scratch["products"] = plgpu.SMEM((SOURCES, n), f32)
-    return scratch
+        buffers["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
+        buffers["products"] = plgpu.SMEM((SOURCES, n), f32)
+    return buffers
 
 
 def _verify(stream: Stream) -> None:
