@@ -193,13 +193,12 @@ class Decoder(nnx.Module):
             The cache, and the logits after each row's last real token, zero for rows without. [B, vocab_size] float32
         """
         if self.sharding is not None:
-            return decode_over_slots(self, "prefill", cache, check_tokens(tokens), slots, lengths, implementation)
-        caches, x = self._run(cache, tokens, slots, lengths, prefill=True, implementation=implementation)
-        live = live_mask(x, cache.pointer, slots, lengths)
+            return decode_over_slots(self, "prefill", cache, check_tokens(tokens), slots, lengths, implementation=implementation)
+        live = live_mask(check_tokens(tokens), cache.pointer, slots, lengths)
+        cache, x = self.forward(cache, tokens, slots, lengths, prefill=True, implementation=implementation)
         counts = live.sum(axis=1, dtype=jnp.int32)
         x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
-        logits = jnp.where(live[:, :1], self._logits(x)[:, 0], 0)
-        return ModelCache(layers=caches, pointer=pointer_lib.after_prefill(cache.pointer, slots, counts)), logits
+        return cache, jnp.where(live[:, :1], self.logits(x)[:, 0], 0)
 
     def verify(
         self,
@@ -222,12 +221,48 @@ class Decoder(nnx.Module):
             The cache, to be ``commit``-ted, and the logits, zero past ``lengths``. [B, T, vocab_size] float32
         """
         if self.sharding is not None:
-            return decode_over_slots(self, "verify", cache, check_tokens(tokens), slots, lengths, implementation)
-        caches, x = self._run(cache, tokens, slots, lengths, prefill=False, implementation=implementation)
-        live = live_mask(x, cache.pointer, slots, lengths)
-        logits = jnp.where(live[..., None], self._logits(x), 0)
-        pointer = pointer_lib.after_verify(cache.pointer, slots, live.sum(axis=1, dtype=jnp.int32))
-        return ModelCache(layers=caches, pointer=pointer), logits
+            return decode_over_slots(self, "verify", cache, check_tokens(tokens), slots, lengths, implementation=implementation)
+        live = live_mask(check_tokens(tokens), cache.pointer, slots, lengths)
+        cache, x = self.forward(cache, tokens, slots, lengths, implementation=implementation)
+        return cache, jnp.where(live[..., None], self.logits(x), 0)
+
+    def forward(
+        self,
+        cache: ModelCache,
+        tokens: Array,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+        *,
+        prefill: bool = False,
+        implementation: str | None = None,
+    ) -> tuple[ModelCache, Array]:
+        """What ``prefill`` and ``verify`` do, but for the head: a drafting head wants the hidden states themselves.
+
+        Args:
+            cache, tokens, slots, lengths, implementation: as there.
+            prefill: static; whether the tokens are a prompt, kept at once, or drafts.
+
+        Returns:
+            The cache, and the normed hidden state after each token, garbage past ``lengths``. [B, T, hidden_size] dtype
+        """
+        options: dict[str, Any] = {"prefill": prefill, "implementation": implementation}
+        if self.sharding is not None:
+            return decode_over_slots(self, "forward", cache, check_tokens(tokens), slots, lengths, **options)
+        caches, x = self._run(cache, tokens, slots, lengths, **options)
+        counts = live_mask(x, cache.pointer, slots, lengths).sum(axis=1, dtype=jnp.int32)
+        move = pointer_lib.after_prefill if prefill else pointer_lib.after_verify
+        return ModelCache(layers=caches, pointer=move(cache.pointer, slots, counts)), x
+
+    def logits(self, x: Array) -> Array:
+        """The head over hidden states [B, T, hidden_size]. [B, T, vocab_size] float32"""
+        if self.lm_head is not None:
+            return self.lm_head(x).astype(jnp.float32)
+        embedding = self.embed_tokens[...].astype(self.dtype)
+        return jnp.einsum("btd,vd->btv", x, embedding, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)
+
+    def embed(self, tokens: Array) -> Array:
+        """Embeddings of tokens [B, T]; ids outside the vocabulary give garbage. [B, T, hidden_size] dtype"""
+        return self.embed_tokens[...].at[tokens].get(mode="clip").astype(self.dtype)
 
     def commit(self, cache: ModelCache, accepted: Array | int, slots: Array | None = None) -> ModelCache:
         """Keeps the first ``accepted`` tokens of each row's last ``verify``. See ``replayssm_jax.commit``."""
@@ -239,12 +274,12 @@ class Decoder(nnx.Module):
         num_rows, num_tokens = tokens.shape
         cache = self.init_cache(num_rows, num_tokens)
         _, x = self._run(cache, tokens, None, None, prefill=True, implementation=None)
-        return self._logits(x)
+        return self.logits(x)
 
     def _run(self, cache: ModelCache, tokens: Array, slots: Any, lengths: Any, **options: Any) -> tuple[tuple, Array]:
         tokens = check_tokens(tokens)
         self._debug_tokens(cache, tokens, slots, lengths)
-        x = self.embed_tokens[...].at[tokens].get(mode="clip").astype(self.dtype)
+        x = self.embed(tokens)
         caches = []
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             layer_cache, x = layer(layer_cache, x, cache.pointer, slots=slots, lengths=lengths, **options)
@@ -271,9 +306,3 @@ class Decoder(nnx.Module):
                 most=jnp.int32(longest[0]),
                 end=end,
             )
-
-    def _logits(self, x: Array) -> Array:
-        if self.lm_head is not None:
-            return self.lm_head(x).astype(jnp.float32)
-        embedding = self.embed_tokens[...].astype(self.dtype)
-        return jnp.einsum("btd,vd->btv", x, embedding, precision=jax.lax.Precision.HIGHEST).astype(jnp.float32)

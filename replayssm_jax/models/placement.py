@@ -79,22 +79,21 @@ def shard[Model: nnx.Module](model: Model, mesh: Mesh | Sharding) -> Model:
 
 
 def decode_over_slots(
-    model: Any, method: str, cache: Any, tokens: Array, slots: Array | None, lengths: Array | None, implementation: str | None
+    model: Any, method: str, cache: Any, tokens: Array, slots: Array | None, lengths: Array | None, **options: Any
 ) -> tuple[Any, Array]:
-    """A decoder's ``prefill`` or ``verify`` on every data shard: its slots of the cache, its rows of the batch."""
+    """A decoder's ``prefill``, ``verify`` or ``forward`` on every data shard: its slots of the cache, its rows of the batch."""
     rows = tokens, check_counts(lengths, tokens.shape[0], tokens.shape[1], "lengths")
     graph, state = nnx.split(model)
-    options = {"graph": graph, "method": method, "implementation": implementation}
-    return over_slots(model.sharding, _decode_shard, state, cache, slots, rows, options)
+    return over_slots(model.sharding, _decode_shard, state, cache, slots, rows, {"graph": graph, "method": method, **options})
 
 
 def _decode_shard(
-    state: Any, cache: Any, slots: Array | None, rows: Any, graph: Any, method: str, implementation: str | None
+    state: Any, cache: Any, slots: Array | None, rows: Any, graph: Any, method: str, **options: Any
 ) -> tuple[Any, Array]:
     tokens, lengths = rows
     model = nnx.merge(graph, state)
     model.sharding = None  # in here the decoder is one data shard's own; its mixers and experts still have a model axis
-    return getattr(model, method)(cache, tokens, slots=slots, lengths=lengths, implementation=implementation)
+    return getattr(model, method)(cache, tokens, slots=slots, lengths=lengths, **options)
 
 
 def check_tokens(tokens: Array) -> Array:
