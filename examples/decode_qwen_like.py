@@ -23,7 +23,7 @@ from absl import app, flags
 from flax import nnx
 
 from replayssm_jax import ReplayPolicy
-from replayssm_jax.decoding.sampling import row_keys, sample
+from replayssm_jax.decoding.sampling import Sampling, SamplingParams, sample
 from replayssm_jax.decoding.text import TextStream, Tokenizer, load_tokenizer, pad_prompts
 from replayssm_jax.mixers import MixerCache
 from replayssm_jax.models import CheckpointError, ModelCache, Qwen3_5
@@ -38,7 +38,7 @@ flags.DEFINE_integer("batch", None, "Sequences to decode together; prompts are r
 flags.DEFINE_integer("window", 16, "Ring rows: tokens between two writes of the checkpoint, plus one.", lower_bound=2)
 flags.DEFINE_float("temperature", 0.7, "0 is greedy.", lower_bound=0.0)
 flags.DEFINE_float("top_p", 0.95, "Nucleus to draw from.", lower_bound=0.0, upper_bound=1.0)
-flags.DEFINE_integer("seed", 0, "Of the draws.", 0, 2**32 - 1)
+flags.DEFINE_integer("seed", 0, "Of the first sequence's draws; the next one's is one more.", 0, 2**31)
 flags.DEFINE_enum("implementation", None, ["reference", "xla", "pallas"], "Backend; default: the fastest that can.")
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and activations; states stay float32.")
 flags.DEFINE_bool("check", False, "Decode again with the plain per-token recurrence and compare the tokens.")
@@ -74,14 +74,14 @@ def decode(
     """Prefills all prompts, then decodes --max_tokens of each, showing the first row's text as it comes."""
     graph, weights = nnx.split(model)
     tokens, lengths = pad_prompts(prompts)
-    rows = jnp.arange(len(prompts))
+    asked = [SamplingParams(temperature=FLAGS.temperature, top_p=FLAGS.top_p, seed=FLAGS.seed + i) for i in range(len(prompts))]
+    sampling = Sampling.of(asked)
     run = functools.partial(jax.jit, donate_argnums=1)
 
     def choose(cache: ModelCache, logits: jax.Array) -> jax.Array:
-        keys = row_keys(FLAGS.seed, rows, cache.pointer.position)
         # a token from a distribution of NaN would look like any other: -1 marks it
         finite = jnp.isfinite(logits).all(axis=-1)
-        return jnp.where(finite, sample(logits, keys, temperature=FLAGS.temperature, top_p=FLAGS.top_p), -1)
+        return jnp.where(finite, sample(logits, sampling, cache.pointer.position), -1)
 
     @run
     def prefill(weights: Any, cache: ModelCache, tokens: jax.Array, lengths: jax.Array) -> tuple[ModelCache, jax.Array]:

@@ -193,7 +193,9 @@ class Decoder(nnx.Module):
             The cache, and the logits after each row's last real token, zero for rows without. [B, vocab_size] float32
         """
         if self.sharding is not None:
-            return decode_over_slots(self, "prefill", cache, check_tokens(tokens), slots, lengths, implementation=implementation)
+            return decode_over_slots(
+                self, "prefill", cache, check_tokens(tokens), slots, lengths, implementation=implementation
+            )
         live = live_mask(check_tokens(tokens), cache.pointer, slots, lengths)
         cache, x = self.forward(cache, tokens, slots, lengths, prefill=True, implementation=implementation)
         counts = live.sum(axis=1, dtype=jnp.int32)

@@ -117,11 +117,11 @@ class Qwen3_5Moe(Decoder):
             sources |= block_sources(here, there) | mixer_sources(here, there, kind)
             sources |= qwen_moe_sources(f"{here}.mlp", f"{there}.mlp", config.num_experts)
             if not apart:
-                sources |= _stacked_sources(f"{here}.mlp.experts", f"{there}.mlp.experts")
+                sources |= stacked_sources(f"{here}.mlp.experts", f"{there}.mlp.experts")
         return sources
 
 
-def _stacked_sources(here: str, there: str) -> dict[str, Source]:
+def stacked_sources(here: str, there: str) -> dict[str, Source]:
     """Experts in one tensor [E, out, in] each, the outputs of gate and up one after the other."""
     return {
         f"{here}.gate_proj": Source.of(f"{there}.gate_up_proj", layout=weights.first_half),

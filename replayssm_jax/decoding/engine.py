@@ -1,0 +1,349 @@
+"""Continuous batching: requests come and go, slots are reused, the compiled steps stay the same.
+
+    engine = Engine(model, num_slots=16, max_length=4096, tokenizer=tokenizer)
+    request = engine.submit("In the beginning ", SamplingParams(max_tokens=100))
+    for delta in request: print(delta.text, end="")
+
+``step`` admits what waits, passes a piece of the prompts that are being read through the model, decodes a few rounds of
+everything else, and hands out the tokens. Every way into a slot is the same: a request's text, and the memory of some beginning
+of it that a slot had before: nothing for a new request, a stored prefix, the parent's for a fork, its own for one that was
+preempted. Preempting, forking and saving copy slots, ring and pointer included, in the middle of a window or not.
+
+An engine belongs to one thread.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from replayssm_jax.decoding.drafters import Drafter
+from replayssm_jax.decoding.engine_config import EngineConfig, TooLongError, default_policy, encode, fit
+from replayssm_jax.decoding.pool import Grown, Pool
+from replayssm_jax.decoding.requests import Request, State
+from replayssm_jax.decoding.sampling import SamplingParams
+from replayssm_jax.decoding.sequences import Status
+from replayssm_jax.decoding.text import Tokenizer
+from replayssm_jax.models.decoder import Decoder
+from replayssm_jax.state import ReplayPolicy
+from replayssm_jax.trees import check_positive_int
+
+_ENDS: dict[Status, tuple] = {
+    Status.STOPPED: (State.FINISHED, "stop"),
+    Status.FULL: (State.FINISHED, "length"),
+    Status.FAILED: (State.FAILED, "error", "the model's logits are not finite"),
+}
+
+
+class Engine:
+    """Decodes requests over a pool of slots.
+
+    Args:
+        model: a decoder. Its weights are read when the engine is made.
+        config: how it works.
+        drafter: proposes drafts; None decodes token by token.
+        tokenizer: turns text prompts into tokens and tokens into text; needed for either, and for stop strings.
+        policy: of the recurrent layers, None for ``default_policy``.
+        options: fields of ``config``, instead of it.
+
+    Raises:
+        TypeError, ValueError: an option is unknown or out of range, the drafter does not fit the model, or the policy's
+            max_draft is less than a round's tokens.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        config: EngineConfig | None = None,
+        *,
+        drafter: Drafter | None = None,
+        tokenizer: Tokenizer | None = None,
+        policy: ReplayPolicy | None = None,
+        **options: Any,
+    ):
+        if config is not None and options:
+            raise ValueError(f"give config or its fields, not both: got config and {', '.join(options)}")
+        self.config = EngineConfig(**options) if config is None else config
+        self.drafter = Drafter() if drafter is None else drafter
+        self.tokenizer, self.vocab_size, self.model_name = tokenizer, model.config.vocab_size, repr(model.config)
+        self.drafter.check(model)
+        self.policy = default_policy(model, self.drafter.num_drafts) if policy is None else policy
+        if self.policy.max_draft <= self.drafter.num_drafts:
+            raise ValueError(
+                f"policy.max_draft={self.policy.max_draft} must be at least a round's tokens: "
+                f"the drafter's num_drafts={self.drafter.num_drafts} and one"
+            )
+        self.pool = Pool(model, self.drafter, self.config, self.policy)
+        self.waiting: list[Request] = []
+        self.slots: list[Request | None] = [None] * self.config.num_slots
+        self.paused: list[Request] = []
+        self.prefixes: collections.OrderedDict[tuple[int, ...], Any] = collections.OrderedDict()
+        self.next_number = 0
+
+    # requests
+
+    def submit(self, prompt: str | Sequence[int], params: SamplingParams | None = None, *, priority: int = 0) -> Request:
+        """Queues a request.
+
+        Args:
+            prompt: text, or at least one token.
+            params: what it asks for; None for the defaults.
+            priority: higher ones go first; a waiting one takes the slot of a running one that is lower.
+
+        Raises:
+            TooLongError: prompt and answer are longer than ``max_length``, and the engine does not truncate.
+            TypeError, ValueError: the prompt is empty or holds what is no token, text or stop strings come without a
+                tokenizer, or there are more than ``max_stop_tokens``.
+        """
+        params = SamplingParams() if params is None else params
+        tokens, params = fit(self._encode(prompt), params, self.config, has_tokenizer=self.tokenizer is not None)
+        return self._queue(Request(self, self._number(), tokens, params, priority))
+
+    def submit_samples(
+        self, prompt: str | Sequence[int], params: SamplingParams, count: int, *, priority: int = 0
+    ) -> list[Request]:
+        """Several answers to one prompt, which is read once. The i-th has ``params.seed + i``. Arguments as ``submit``."""
+        check_positive_int("count", count)
+        first = self.submit(prompt, params, priority=priority)
+        return [first, *(self.fork(first, seed=(params.seed + i) % 2**32) for i in range(1, count))]
+
+    def fork(self, request: Request, *, seed: int | None = None) -> Request:
+        """A second request that goes on from where one is: its text, and what the model knows of it, is copied.
+
+        Args:
+            request: waiting, running or paused. Where its prompt has not been read yet, the fork waits for that.
+            seed: of the fork's draws; None for the same, which gives the same answer.
+
+        Raises:
+            ValueError: the request is done.
+        """
+        self._check_own(request)
+        if request.done:
+            raise ValueError(f"request {request.number} is {request.state.value}: there is nothing to fork")
+        params = request.params if seed is None else dataclasses.replace(request.params, seed=seed)
+        fork = Request(self, self._number(), request.prompt, params, request.priority)
+        fork.inherit(request)
+        slot = self.slot_of(request)
+        unread = request.memory is None if slot is None else bool(self.pool.unread[slot])
+        if unread:
+            request.followers.append(fork)
+            return fork
+        fork.memory = request.memory if slot is None else self.pool.take(slot)
+        return self._queue(fork)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request where it is; a request that is done stays as it is."""
+        self._check_own(request)
+        if not request.done:
+            self._end(request, State.CANCELLED, "cancelled")
+
+    def pause(self, request: Request) -> None:
+        """Takes a waiting or running request out of its slot, into host memory, until ``resume``."""
+        self._check_own(request)
+        if request.state not in (State.WAITING, State.RUNNING):
+            raise ValueError(f"request {request.number} is {request.state.value}: there is nothing to pause")
+        self._evict(request)
+        self._unqueue(request)
+        request.state = State.PAUSED
+        self.paused.append(request)
+
+    def resume(self, request: Request) -> None:
+        """Queues a paused request again, at its old place."""
+        self._check_own(request)
+        if request.state is not State.PAUSED:
+            raise ValueError(f"request {request.number} is {request.state.value}, not paused")
+        self.paused.remove(request)
+        self._queue(request)
+
+    def add_prefix(self, prefix: str | Sequence[int]) -> None:
+        """Reads a beginning that many prompts share, and keeps its state: a prompt that begins with it starts from there.
+
+        Runs the engine until it has been read; other requests go on meanwhile.
+
+        Raises:
+            TooLongError: it leaves no room in a slot.
+            TypeError, ValueError: as ``submit``.
+        """
+        tokens = self._encode(prefix)
+        if len(tokens) >= self.config.max_length:
+            raise TooLongError(f"a prefix of {len(tokens)} tokens leaves no room in max_length={self.config.max_length}")
+        # one token more, which is never read: all of the prefix has then gone through the model
+        reader = Request(self, self._number(), (*tokens, 0), SamplingParams(max_tokens=1), 2**31)
+        reader.prefix_only = True
+        self._queue(reader)
+        while not reader.done:
+            self.step()
+
+    @property
+    def requests(self) -> list[Request]:
+        """All that are not done, in order of arrival."""
+        known = [*(request for request in self.slots if request is not None), *self.waiting, *self.paused]
+        for request in known:  # grows meanwhile
+            known.extend(request.followers)
+        return sorted(known, key=lambda request: request.number)
+
+    # running
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.waiting) or any(request is not None for request in self.slots)
+
+    def run(self) -> None:
+        """Steps until nothing waits or runs."""
+        while self.busy:
+            self.step()
+
+    def step(self, max_rounds: int | None = None) -> list[Request]:
+        """Admits, reads a piece of prompts, decodes up to ``max_rounds`` rounds (None: as configured), hands out tokens.
+
+        Returns:
+            The requests that have news or are done now.
+        """
+        self._admit()
+        self._read_prompts()
+        running = [slot for slot, request in enumerate(self.slots) if request is not None and not self.pool.unread[slot]]
+        if not running:
+            return []
+        rounds = self.config.rounds_per_step if max_rounds is None else max_rounds
+        # whoever waits for a slot is let in as soon as one is free
+        least = len(running) if self.waiting else 1
+        self.pool.decode(rounds, least)
+        return self._hand_out(running)
+
+    def _admit(self) -> None:
+        while self.waiting:
+            request = min(self.waiting, key=lambda request: (-request.priority, request.number))
+            if None not in self.slots:
+                lowest = max((r for r in self.slots if r is not None), key=lambda r: (-r.priority, r.number))
+                if lowest.priority >= request.priority:
+                    return
+                self._evict(lowest)
+                self._queue(lowest)
+            self.waiting.remove(request)
+            self._place(request, self.slots.index(None))
+
+    def _place(self, request: Request, slot: int) -> None:
+        text, memory = (*request.prompt, *request.tokens), request.memory
+        if memory is None and (prefix := self._longest_prefix(text)):
+            memory = self.prefixes[prefix]
+            self.prefixes.move_to_end(prefix)
+        self.pool.place(slot, text, request.limit, request.params, memory)
+        request.state, request.memory, self.slots[slot] = State.RUNNING, None, request
+        if not self.pool.unread[slot]:
+            self._prompt_read(slot)
+
+    def _longest_prefix(self, text: tuple[int, ...]) -> tuple[int, ...] | None:
+        fitting = (p for p in self.prefixes if len(p) < len(text) and text[: len(p)] == p)
+        return max(fitting, key=len, default=None)
+
+    def _read_prompts(self) -> None:
+        unread = np.flatnonzero(self.pool.unread).tolist()
+        first = sorted(unread, key=lambda slot: (-self._in(slot).priority, self._in(slot).number))
+        if first:
+            for slot in self.pool.read(first[: self.config.prefill_rows]):
+                self._prompt_read(slot)
+
+    def _prompt_read(self, slot: int) -> None:
+        """What waits for a prompt to have been read: its forks, or a prefix to be stored."""
+        request = self._in(slot)
+        if request.prefix_only:
+            self.prefixes[request.prompt[:-1]] = self.pool.take(slot)
+            self.prefixes.move_to_end(request.prompt[:-1])
+            while len(self.prefixes) > self.config.max_prefixes:
+                self.prefixes.popitem(last=False)
+            self._end(request, State.FINISHED, "length")
+        elif request.followers:
+            memory = self.pool.take(slot)
+            for fork in request.followers:
+                fork.memory = memory
+                self._queue(fork)
+            request.followers = []
+
+    def _hand_out(self, running: list[int]) -> list[Request]:
+        """Fetches what the device has generated and gives it to the requests."""
+        news = []
+        for slot, grown in self.pool.fetch({slot: self._in(slot).length for slot in running}).items():
+            request = self._in(slot)
+            if grown.tokens or grown.status is not Status.RUNNING:
+                news.append(request)
+                self._give(request, grown)
+        return news
+
+    def _give(self, request: Request, grown: Grown) -> None:
+        ended = grown.status
+        try:
+            stopped = request.extend(grown.tokens, grown.logprobs, stop_token=ended is Status.STOPPED)
+        except Exception as error:  # a tokenizer's trouble with one request is that request's alone
+            self._end(request, State.FAILED, "error", f"its tokenizer raised {type(error).__name__}: {error}")
+            return
+        if stopped:
+            self._end(request, State.FINISHED, "stop")
+        elif ended is not Status.RUNNING:
+            self._end(request, *_ENDS[ended], running=False)
+
+    def _end(self, request: Request, state: State, reason: str, error: str | None = None, *, running: bool = True) -> None:
+        slot = self.slot_of(request)
+        if slot is not None:
+            self._free(slot, running=running)
+        self._unqueue(request)
+        request.finish(state, reason, error)
+        for fork in request.followers:  # its prompt will not be read for them
+            self._queue(fork)
+        request.followers = []
+
+    def _evict(self, request: Request) -> None:
+        """Moves a running request's slot to host memory and frees it."""
+        slot = self.slot_of(request)
+        if slot is not None:
+            request.memory = jax.device_get(self.pool.take(slot))
+            self._free(slot)
+
+    def _free(self, slot: int, *, running: bool = True) -> None:
+        self.pool.free(slot, running=running)
+        self.slots[slot] = None
+
+    def adopt(self, request: Request, slot: int | None, *, follows: bool = False) -> None:
+        """Takes a request of a saved engine to where it was."""
+        if slot is not None:
+            self.slots[slot] = request
+        elif not follows:
+            (self.paused if request.state is State.PAUSED else self.waiting).append(request)
+
+    # small things
+
+    def _queue(self, request: Request) -> Request:
+        request.state = State.WAITING
+        self.waiting.append(request)
+        return request
+
+    def _unqueue(self, request: Request) -> None:
+        for queue in (self.waiting, self.paused, *(other.followers for other in self.requests)):
+            if request in queue:
+                queue.remove(request)
+
+    def _number(self) -> int:
+        self.next_number += 1
+        return self.next_number - 1
+
+    def slot_of(self, request: Request) -> int | None:
+        return next((slot for slot, other in enumerate(self.slots) if other is request), None)
+
+    def _in(self, slot: int) -> Request:
+        request = self.slots[slot]
+        assert request is not None
+        return request
+
+    def _check_own(self, request: Request) -> None:
+        if not isinstance(request, Request):
+            raise TypeError(f"request must be a Request, got {type(request).__name__}")
+        if not request.belongs_to(self):
+            raise ValueError(f"request {request.number} belongs to another engine")
+
+    def _encode(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        return encode(prompt, self.tokenizer, self.vocab_size)
