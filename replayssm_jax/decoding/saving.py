@@ -143,7 +143,7 @@ def _revive(engine: Engine, described: dict[str, Any], row: Any, arrays: dict, f
 
 def _named(prefix: str, tree: Any) -> dict[str, np.ndarray]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {prefix + jax.tree_util.keystr(path): np.ascontiguousarray(jax.device_get(leaf)) for path, leaf in leaves}
+    return {prefix + jax.tree_util.keystr(path): np.asarray(jax.device_get(leaf), order="C") for path, leaf in leaves}
 
 
 def _unnamed(prefix: str, arrays: dict[str, np.ndarray], like: Any, folder: pathlib.Path) -> Any:
