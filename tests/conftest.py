@@ -2,6 +2,7 @@
 
 import secrets
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,3 +17,11 @@ def rng(request) -> np.random.Generator:
     seed = secrets.randbits(32) if seed is None else seed
     print(f"repeat with --seed={seed}")  # pytest shows it with a failure
     return np.random.default_rng(seed)
+
+
+@pytest.fixture
+def quick_compiles():
+    """For programs that are tiny and many: compiling them is what takes the time."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

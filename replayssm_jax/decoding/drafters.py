@@ -176,23 +176,22 @@ class SmallModel(Drafter):
         del model
         num_slots, count = sequences.num_slots, self.num_drafts
         rows, position, known = jnp.arange(num_slots), drafting.pointer.position, self._unread(drafting, sequences)
-        place = jnp.minimum(position[:, None] + jnp.arange(count + 1), sequences.max_length - 1)
+        place = jnp.minimum(position[:, None] + jnp.arange(count + 2), sequences.max_length - 1)
         fed = jnp.take_along_axis(sequences.text, place, axis=1)
         shape = (num_slots, count, self.model.config.vocab_size)
 
         def one(i: Array, carry: tuple[ModelCache, Array, Array]) -> tuple[ModelCache, Array, Array]:
             cache, fed, proposals = carry
-            cache, hidden = self.model.forward(cache, fed, lengths=jnp.where(known > 0, known + i, 0))
+            cache, hidden = self.model.forward(cache, fed[:, :-1], lengths=jnp.where(known > 0, known + i, 0))
             hidden = jnp.take_along_axis(hidden, jnp.maximum(known + i - 1, 0)[:, None, None], axis=1)
             logits = adjust(self.model.logits(hidden), sequences.sampling)[:, 0]
             draft = draw(logits, token_keys(sequences.sampling.seed, sequences.length + i, DRAFT))
-            target = rows, jnp.where(known > 0, known + i, count + 1)
+            target = rows, jnp.where(known > 0, known + i, count + 2)
             return cache, fed.at[target].set(draft, mode="drop"), proposals.at[:, i].set(logits)
 
         drafting, fed, proposals = lax.fori_loop(0, count, one, (drafting, fed, jnp.zeros(shape, jnp.float32)))
-        drafts = jnp.take_along_axis(fed, jnp.minimum(known[:, None] + jnp.arange(count), count), axis=1)
-        # the last draft of a row with two tokens unread lies behind what was fed: such a row has one draft less
-        return drafting, drafts, jnp.where(known > 0, jnp.minimum(count, count + 1 - known), 0), proposals
+        drafts = jnp.take_along_axis(fed, known[:, None] + jnp.arange(count), axis=1)
+        return drafting, drafts, jnp.where(known > 0, count, 0), proposals
 
     def keep(
         self, model: Decoder, drafting: ModelCache, sequences: Sequences, hidden: Array, tokens: Array, emitted: Array
