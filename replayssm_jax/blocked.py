@@ -24,7 +24,8 @@ from replayssm_jax.state import Recurrence
 
 Array = jax.Array
 
-# Products of a channel gate within a block are formed directly, [i, j, K] at a time, for this many tokens at most.
+# Products of a channel gate within a block are formed directly, [i, j, K] at a time, for this many tokens at most; so many
+# are solved for one after the other.
 _DIRECT = 16
 
 
@@ -84,8 +85,41 @@ def run_block(
     if recurrence.delta_rule:
         u = u - beta[..., None] * before[:, :, 1]
         system = jnp.tril(beta[..., None] * within[:, :, 1], -1)  # its unit diagonal is implied
-        u = lax.linalg.triangular_solve(system, u, left_side=True, lower=True, unit_diagonal=True)
+        u = solve(system, u)
     return before[:, :, 0] + product("bhij,bhjv->bhiv", within[:, :, 0], u), u
+
+
+def solve(system: Array, x: Array) -> Array:
+    """(I + A)^{-1} x for a strictly lower triangular A, by forward substitution: 16 tokens one by one, blocks by products.
+
+    XLA's own triangular solve is a library call that takes milliseconds a matrix where its threads have to wait for cores.
+
+    Args:
+        system: A. [B, H, T, T] float32
+        x: [B, H, T, V] float32
+
+    Returns:
+        [B, H, T, V] float32; a token's solution does not depend on later tokens, whatever they hold.
+    """
+    solved: list[Array] = []
+    for start in range(0, x.shape[2], _DIRECT):
+        here = slice(start, start + _DIRECT)
+        block = x[:, :, here]
+        if solved:
+            block = block - product("bhij,bhjv->bhiv", system[:, :, here, :start], jnp.concatenate(solved, axis=2))
+        solved.append(_substitute(system[:, :, here, here], block))
+    return jnp.concatenate(solved, axis=2)
+
+
+def _substitute(system: Array, x: Array) -> Array:
+    after = jnp.arange(x.shape[2])[:, None]
+
+    def one(j: Array, x: Array) -> Array:
+        solved = lax.dynamic_index_in_dim(x, j, 2)
+        column = lax.dynamic_index_in_dim(system, j, 3)
+        return x - jnp.where(after > j, column * solved, 0)
+
+    return lax.fori_loop(0, x.shape[2] - 1, one, x, unroll=4) if x.shape[2] > 1 else x
 
 
 def _read_past(recurrence: Recurrence, state: Array, past: Block | None, x: Array, log_decay: Array) -> Array:

@@ -113,16 +113,23 @@ def open_answers(path: pathlib.Path, lines: list[Line]) -> tuple[TextIO, set[str
     """
     out = open(path, "a+", encoding="utf-8")  # noqa: SIM115  the caller closes it
     try:
-        fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        try:
+            fcntl.flock(out, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is writing {path}") from error
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        done = _answered(path, content[:end], {line.id: line for line in lines})
+        os.ftruncate(out.fileno(), end)  # only now: nothing of a file that is not ours has been touched
+    except ValueError:
         out.close()
-        raise ValueError(f"another process is writing {path}") from error
-    with open(path, "rb") as whole:
-        content = whole.read()
-    end = content.rfind(b"\n") + 1
-    prompts = {line.id: line for line in lines}
+        raise
+    return out, done
+
+
+def _answered(path: pathlib.Path, content: bytes, prompts: dict[str | int, Line]) -> set[str | int]:
     done: set[str | int] = set()
-    for number, text in enumerate(content[:end].splitlines(), start=1):
+    for number, text in enumerate(content.splitlines(), start=1):
         try:
             answer = json.loads(text)
             name, prompt = answer["id"], answer["prompt"]
@@ -131,9 +138,7 @@ def open_answers(path: pathlib.Path, lines: list[Line]) -> tuple[TextIO, set[str
         if name not in prompts or prompts[name].prompt != prompt:
             raise ValueError(f"{path}:{number} answers id {name!r}, which is not what the prompts hold under that id")
         done.add(name)
-    # only now: nothing of a file that is not ours has been touched
-    os.ftruncate(out.fileno(), end)
-    return out, done
+    return done
 
 
 def answer(engine: Engine, lines: list[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
