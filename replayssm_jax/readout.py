@@ -1,17 +1,18 @@
 """Read-out copies: a checkpoint in fewer bytes, for ordinary reads. Formats, bit for bit.
 
-A checkpoint [..., V, K] (float32, or widened to it) becomes a ``Readout``; ``...`` is slots and heads. All scales of type
-float32 are powers of two, so that scaling rounds nothing; a scale of 0 stands for zeros. ``rne`` is rounding to nearest, ties
-to the even pattern, saturating at the format's largest finite value.
+A checkpoint [..., V, K] (float32, or widened to it) becomes a ``Readout``; ``...`` is slots and heads. Small floats are kept
+as their bit patterns, in integers, which no backend widens on the way; NumPy's ``.view`` of the dtype in ``ml_dtypes`` reads
+them. All scales of type float32 are powers of two, so that scaling rounds nothing; a scale of 0 stands for zeros. ``rne`` is
+rounding to nearest, ties to the even pattern, saturating at the format's largest finite value.
 
-    bf16       payload [..., V, K] bfloat16
-               value = payload
-    fp8_e4m3   payload [..., V, K] float8_e4m3fn, scale [..., V] float32
-               value[v, k] = payload[v, k] * scale[v]
+    bf16       payload [..., V, K] uint16
+               value = bfloat16(payload)
+    fp8_e4m3   payload [..., V, K] uint8, scale [..., V] float32
+               value[v, k] = float8_e4m3fn(payload[v, k]) * scale[v]
                scale[v]   = least 2^e with max_k |x[v, k]| <= 448 * 2^e
                payload    = rne(x / scale)
-    nvfp4      payload [..., V, ceil(K / 16) * 8] uint8, block_scale [..., V, ceil(K / 16)] float8_e4m3fn, scale [...] float32
-               value[v, k] = e2m1(payload[v, k // 2] >> 4 * (k % 2) & 15) * block_scale[v, k // 16] * scale
+    nvfp4      payload [..., V, ceil(K / 16) * 8] uint8, block_scale [..., V, ceil(K / 16)] uint8, scale [...] float32
+               value[v, k] = e2m1(payload[v, k // 2] >> 4 * (k % 2) & 15) * float8_e4m3fn(block_scale[v, k // 16]) * scale
                scale       = least 2^e with max_vk |x[v, k]| <= 6 * 448 * 2^e
                block_scale = rne(max |x| of the block / scale * float32(1 / 6)), the product in float32
                code        = rne(x / (scale * block_scale)), with neither quotient nor product rounded
@@ -57,9 +58,10 @@ class Readout:
     """A checkpoint encoded for reading. Shapes and dtypes by format, see above.
 
     Attributes:
-        payload: one code per value; nvfp4 packs two into a byte. [N, H, V, K] or [N, H, V, ceil(K / 16) * 8]
+        payload: one code per value; nvfp4 packs two into a byte.
+            [N, H, V, K] uint16 or uint8, or [N, H, V, ceil(K / 16) * 8] uint8
         scale: None for bf16. [N, H, V] or [N, H] float32
-        block_scale: nvfp4 only. [N, H, V, ceil(K / 16)] float8_e4m3fn
+        block_scale: nvfp4 only. [N, H, V, ceil(K / 16)] uint8
     """
 
     payload: Array
@@ -101,20 +103,20 @@ def decode(form: str, copy: Readout, key_dim: int) -> Array:
     """
     _check_format(form)
     if form == "bf16":
-        return copy.payload.astype(jnp.float32)
+        return _widen(copy.payload, jnp.bfloat16)
     assert copy.scale is not None
     if form == "fp8_e4m3":
-        return copy.payload.astype(jnp.float32) * copy.scale[..., None]
+        return _widen(copy.payload, jnp.float8_e4m3fn) * copy.scale[..., None]
     assert copy.block_scale is not None
     nibbles = jnp.stack([copy.payload & 15, copy.payload >> 4], axis=-1).reshape(*copy.block_scale.shape, _BLOCK)
-    scale = copy.block_scale.astype(jnp.float32) * copy.scale[..., None, None]
+    scale = _widen(copy.block_scale, jnp.float8_e4m3fn) * copy.scale[..., None, None]
     values = _e2m1(nibbles) * scale[..., None]
     return values.reshape(*copy.payload.shape[:-1], -1)[..., :key_dim]
 
 
 def _encode_bf16(x: Array) -> Readout:
     codes = jnp.where(finite(magnitude_bits(x)), round_to(x, BFLOAT16), BFLOAT16.nan)
-    return Readout(payload=_bitcast(codes, jnp.bfloat16))
+    return Readout(payload=codes.astype(jnp.uint16))
 
 
 def _encode_fp8(x: Array) -> Readout:
@@ -122,7 +124,7 @@ def _encode_fp8(x: Array) -> Readout:
     scale, inverse = _power_of_two_scale(jnp.max(_counted(magnitude), axis=-1), 448.0)
     largest = _float(jnp.uint32(_LARGEST))
     codes = round_to(jnp.clip(x, -largest, largest) * inverse[..., None], E4M3)
-    return Readout(payload=_bitcast(jnp.where(finite(magnitude), codes, E4M3.nan), jnp.float8_e4m3fn), scale=scale)
+    return Readout(payload=jnp.where(finite(magnitude), codes, E4M3.nan).astype(jnp.uint8), scale=scale)
 
 
 def _encode_nvfp4(x: Array) -> Readout:
@@ -134,9 +136,9 @@ def _encode_nvfp4(x: Array) -> Readout:
     scale, inverse = _power_of_two_scale(jnp.max(largest, axis=(-2, -1)), 6.0 * 448.0)
     sixth = _float(largest) * inverse[..., None, None] * jnp.float32(1 / 6)
     codes = jnp.where(jnp.all(finite(magnitude), axis=-1), round_to(sixth, E4M3), E4M3.nan)
-    block_scale = _bitcast(codes, jnp.float8_e4m3fn)
+    block_scale = codes.astype(jnp.uint8)
 
-    unit = (block_scale.astype(jnp.float32) * scale[..., None, None])[..., None]
+    unit = (_widen(block_scale, jnp.float8_e4m3fn) * scale[..., None, None])[..., None]
     size = _float(counted)
     # comparing with halfway points, which are exact, rounds as an exact quotient would
     past = [size > unit * half if code % 2 == 0 else size >= unit * half for code, half in enumerate(_HALFWAY)]
@@ -174,9 +176,9 @@ def _float(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _bitcast(codes: Array, dtype: Any) -> Array:
-    """Patterns as numbers of ``dtype``; codes have its width already but for constants mixed in."""
-    return lax.bitcast_convert_type(codes.astype(f"uint{8 * jnp.dtype(dtype).itemsize}"), dtype)
+def _widen(patterns: Array, dtype: Any) -> Array:
+    """Numbers of a small float's patterns. uint8 or uint16 -> float32"""
+    return lax.bitcast_convert_type(patterns, dtype).astype(jnp.float32)
 
 
 def _check_format(form: str) -> None:

@@ -77,7 +77,8 @@ class Lockstep:
         """Makes a slot somebody's leftovers: NaN everywhere, a pointer in mid-window."""
         self.state = state = jax.tree.map(np.array, self.state)
         for pool in jax.tree.leaves((state.checkpoint, state.buffer, state.readout)):
-            pool[slot] = 255 if pool.dtype == np.uint8 else np.nan  # a byte has no NaN
+            # all bits set are NaN in the patterns of a read-out copy
+            pool[slot] = np.iinfo(pool.dtype).max if np.issubdtype(pool.dtype, np.integer) else np.nan
         state.pointer.length[slot], state.pointer.origin[slot] = self.case.window - self.case.max_draft, 3
         self.oracle.position[slot] = 3 + state.pointer.length[slot]
         self.oracle.state[slot], self.oracle.drafts[slot] = np.nan, []

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -88,20 +89,18 @@ def numpy_decode(form: str, copy: rs.Readout, keys: int) -> np.ndarray:
 
     payload = np.asarray(copy.payload)
     if form == "bf16":
-        return values(payload.view(np.uint16), BF16, 16)
+        return values(payload, BF16, 16)
     if form == "fp8_e4m3":
-        return values(payload.view(np.uint8), E4M3, 8) * np.asarray(copy.scale, np.float64)[..., None]
+        return values(payload, E4M3, 8) * np.asarray(copy.scale, np.float64)[..., None]
     nibbles = np.zeros((*payload.shape[:-1], 2 * payload.shape[-1]), np.uint8)
     nibbles[..., 0::2], nibbles[..., 1::2] = payload % 16, payload // 16
-    scale = values(np.asarray(copy.block_scale).view(np.uint8), E4M3, 8) * np.asarray(copy.scale, np.float64)[..., None, None]
+    scale = values(np.asarray(copy.block_scale), E4M3, 8) * np.asarray(copy.scale, np.float64)[..., None, None]
     return (values(nibbles, E2M1, 4) * np.repeat(scale, 16, axis=-1))[..., :keys]
 
 
-def patterns(copy: rs.Readout) -> dict[str, np.ndarray]:
-    """Arrays of a read-out that are there, small floats as their patterns."""
-    arrays = {name: np.asarray(getattr(copy, name)) for name in ("payload", "scale", "block_scale")}
-    widths = {1: np.uint8, 2: np.uint16, 4: np.float32}
-    return {name: x.view(widths[x.dtype.itemsize]) for name, x in arrays.items() if x.ndim}
+def arrays(copy: rs.Readout) -> dict[str, np.ndarray]:
+    """Arrays of a read-out that are there."""
+    return {path[-1].name: np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(copy)}
 
 
 def state_like(rng: np.random.Generator, keys: int = 48) -> np.ndarray:
@@ -126,7 +125,7 @@ def test_numpy_encodes_to_the_same_bits_and_decodes_to_the_same_values(form, key
     x = state_like(rng, keys)
     copy = encode(form, x)
     want = numpy_encode(form, x)
-    got = patterns(copy)
+    got = arrays(copy)
     assert got.keys() == want.keys()
     for name in want:
         np.testing.assert_array_equal(got[name], want[name].astype(got[name].dtype), err_msg=name)
@@ -157,7 +156,7 @@ def test_nibbles_lie_low_first_and_blocks_along_the_key_dimension():
     x[0, 0, 0, 16:18] = [-12, 1]
     copy = encode("nvfp4", x)
     assert float(copy.scale[0, 0]) == 2.0**-7  # the least power of two that 12 fits under 2688 times
-    np.testing.assert_array_equal(np.asarray(copy.block_scale[0, 0, 0], np.float32), [128, 256])
+    np.testing.assert_array_equal(E4M3[copy.block_scale[0, 0, 0]], [128, 256])
     payload = np.asarray(copy.payload[0, 0, 0])
     assert [hex(byte) for byte in payload[:2]] == ["0x97", "0x52"]
     assert [hex(byte) for byte in payload[8:9]] == ["0x1f"]
@@ -171,6 +170,16 @@ def test_e2m1_ties_go_to_the_even_code():
     above = np.nextafter(halfway, np.float32(9))
     values = np.asarray(decode("nvfp4", encode("nvfp4", np.where(halfway == 6, 6, above).reshape(1, 1, 1, 16)), 16)).ravel()
     np.testing.assert_array_equal(values[:8], [6, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def test_patterns_are_those_of_the_dtypes_in_ml_dtypes():
+    x = np.linspace(-3, 3, 64, dtype=np.float32).reshape(1, 1, 2, 32)
+    eighths, halves = encode("fp8_e4m3", x), encode("bf16", x)
+    np.testing.assert_array_equal(np.asarray(halves.payload).view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16))
+    scaled = x / np.asarray(eighths.scale)[..., None]
+    np.testing.assert_array_equal(
+        np.asarray(eighths.payload).view(ml_dtypes.float8_e4m3fn), scaled.astype(ml_dtypes.float8_e4m3fn)
+    )
 
 
 @every_format
@@ -215,7 +224,7 @@ def test_what_is_not_finite_reads_as_nan_and_enters_no_scale(form, rng):
 def test_zeros_encode_to_zero_bytes_and_slots_do_not_see_each_other(form, rng):
     """A reset writes zeros without encoding anything, and a pool is a stack of slots."""
     x = state_like(rng)
-    assert not any(x.any() for x in patterns(encode(form, np.zeros_like(x))).values())
+    assert not any(x.any() for x in arrays(encode(form, np.zeros_like(x))).values())
     whole, alone = encode(form, x), encode(form, x[1:])
     assert same_bits(jax.tree.map(lambda pool: pool[1:], whole), alone)
     by_slot = jax.jit(jax.vmap(lambda x: readout.encode(form, x)), compiler_options=FAST_COMPILE)
