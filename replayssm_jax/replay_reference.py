@@ -24,11 +24,14 @@ def verify(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Arr
     """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
     rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
     due = rows_lib.take_rows(state.pointer.due, rows) & rows.live[:, 0]
-    state = rows_lib.store(state, rows, _replayed(state, rows), rows.origin + rows.length, due)
-
+    present = _replayed(state, rows)
+    state = rows_lib.store(state, rows, present, rows.origin + rows.length, due)
     # a folded row goes on from what its checkpoint, or the copy that reads use, now holds, rounding included
-    rest = rows._replace(length=jnp.where(due, 0, rows.length), origin=jnp.where(due, rows.origin + rows.length, rows.origin))
-    present = _replayed(state, rest, rows_lib.read_checkpoint(state, rows))
+    read = rows_lib.read_checkpoint(state, rows)
+    if state.readout is not None:
+        present = _replayed(state, rows, read)
+    present = jnp.where(due[:, None, None, None], read, present)
+
     tokens = rows_lib.live_tokens(tokens, rows.live)
     _, u, out = recurrent(state.recurrence, present, tokens, rows.live)
     buffer = rows_lib.append_records(state.recurrence, state.buffer, rows, state.policy.window, tokens, u)

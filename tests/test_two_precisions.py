@@ -24,7 +24,6 @@ PAIRS = [
 ]
 
 
-@jax.jit  # optimised as in use: fusing the fold with the copy's encoding must not change it
 def run_program(state: rs.ReplayState, prompt: rs.Tokens, turns: dict[str, jax.Array]) -> tuple[rs.ReplayState, jax.Array]:
     """A prompt, then turns of drafts, acceptance, single tokens, flushes and copies. The pool, and all drafts' outputs."""
     state, _ = rs.prefill(state, prompt, jnp.array([2, 0, -1]), jnp.array([7, 4, 7]))
@@ -39,7 +38,7 @@ def run_program(state: rs.ReplayState, prompt: rs.Tokens, turns: dict[str, jax.A
     return jax.lax.scan(body, state, turns)
 
 
-def random_turns(case: Case, rng: np.random.Generator, count: int) -> dict[str, jax.Array]:
+def random_turns(case: Case, rng: np.random.Generator, count: int) -> dict[str, np.ndarray]:
     """Ragged rows in changing slots, some of them padding; a flush of a row in five turns, a copy in six."""
 
     def turn() -> dict[str, jax.Array]:
@@ -57,16 +56,18 @@ def random_turns(case: Case, rng: np.random.Generator, count: int) -> dict[str, 
             "target": np.array(source)[::-1],
         }
 
-    return jax.tree.map(lambda *x: jnp.stack(x), *(turn() for _ in range(count)))
+    return jax.tree.map(lambda *x: np.stack(x), *(turn() for _ in range(count)))
 
 
 @pytest.mark.parametrize(("family", "changes"), PAIRS, ids=lambda x: x if isinstance(x, str) else x["readout"])
 def test_the_checkpoint_is_bit_equal_with_and_without_a_copy(family, changes, rng):
     case = case_named(family, window=8, **changes)
     prompt, turns = make_tokens(case, rng, 3, 7), random_turns(case, rng, 40)
+    # one family optimised as in use: fusing a fold with the copy's encoding must not change it
+    run = jax.jit(run_program, compiler_options=None if family == "gdn" else FAST_COMPILE)
     pools, outs = [], []
     for c in (case, dataclasses.replace(case, readout="checkpoint", records="raw")):
-        state, out = run_program(rs.init_state(c.recurrence, c.policy, 4), prompt, turns)
+        state, out = run(rs.init_state(c.recurrence, c.policy, 4), prompt, turns)
         pools.append(state)
         outs.append(out)
     assert int(pools[0].pointer.origin.max()) > 16
@@ -89,7 +90,7 @@ def test_raw_records_and_recorded_updates_agree(rng):
     assert relative_error(present[1], present[0]) < 3e-6
 
 
-@pytest.mark.parametrize(("family", "form"), [("gdn", "nvfp4"), ("kda", "fp8_e4m3"), ("gla", "bf16")])
+@pytest.mark.parametrize(("family", "form"), [("gdn", "nvfp4"), ("gla", "fp8_e4m3")])
 def test_a_read_is_of_the_copy_and_the_records_behind_it(family, form, rng):
     """Within a window outputs are those of the recurrence from the copy, to float32's digits; drafts see each other."""
     case = case_named(family, readout=form, window=24)
