@@ -114,3 +114,15 @@ def test_the_rate_rises_and_cools_down():
     assert max(rates) == pytest.approx(1.0, abs=0.01)
     assert np.argmax(rates) == 5
     assert rates[-1] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("distance", [1e-4, 1e-2, 1.0])
+def test_divergence_keeps_its_digits(distance, rng):
+    """Of distributions so close that float32's sum of p log(p / q) would be nothing but rounding."""
+    logits = rng.standard_normal((2, 3, 256))
+    logs = [np.float32(x - np.log(np.exp(x).sum(-1, keepdims=True))) for x in (logits, logits + distance * logits[..., ::-1])]
+    kl, other = measure.divergence(*logs)
+    p, q = (np.exp(x.astype(np.float64)) for x in logs)
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    np.testing.assert_allclose(kl, (p * np.log(p / q)).sum(-1), rtol=0.02)
+    np.testing.assert_array_equal(other, logs[0].argmax(-1) != logs[1].argmax(-1))

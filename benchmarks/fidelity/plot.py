@@ -47,7 +47,7 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
             axes.grid(alpha=0.3)
         row[0].set_ylabel("KL divergence from fp32 [nats]")
     handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=1 + len(families), frameon=False, fontsize="small")
     figure.savefig(path)
     plt.close(figure)
 
@@ -55,8 +55,8 @@ def draw(result: dict[str, Any], path: pathlib.Path) -> None:
 def draw_line(axes: Any, entry: dict[str, Any], width: int) -> None:
     colour, dashes = STYLES.get(entry["variant"], ("#000000", "-"))
     middles = [(number + 0.5) * width / 1024 for number in range(len(entry["kl_by_bin"]))]
-    # a divergence of rounding errors may come out below zero, which a logarithm does not show
-    values = [max(value, 1e-12) for value in entry["kl_by_bin"]]
+    # a logarithm has no place for a divergence of nothing
+    values = [max(value, 1e-14) for value in entry["kl_by_bin"]]
     axes.plot(middles, values, color=colour, linestyle=dashes, label=entry["variant"], linewidth=1.3)
 
 
