@@ -8,12 +8,13 @@ from replayssm_jax.pointer import (
     init_pointer,
     reset_pointer,
 )
+from replayssm_jax.policy import ReplayPolicy
 from replayssm_jax.prefill import prefill
+from replayssm_jax.readout import Readout
 from replayssm_jax.replay import flush, materialize, step, verify
 from replayssm_jax.state import (
     Recurrence,
     ReplayBuffer,
-    ReplayPolicy,
     ReplayState,
     Tokens,
     copy_slots,
@@ -24,6 +25,7 @@ from replayssm_jax.state import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Readout",
     "Recurrence",
     "ReplayBuffer",
     "ReplayPointer",

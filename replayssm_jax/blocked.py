@@ -33,8 +33,9 @@ class Block(NamedTuple):
     """Tokens of a block, or records of the past. Dead entries hold zeros."""
 
     key: Array  # [B, G, T, K]
-    update: Array  # [B, H, T, V] u of a record; beta-free v of a token still to be solved
+    update: Array  # [B, H, T, V] u of a record; beta-free v of what is still to be solved
     log_decay: Array  # [B, H, T] or [B, H, T, K]
+    beta: Array | None = None  # [B, H, T] of what is still to be solved
 
 
 def product(subscripts: str, *operands: Array) -> Array:
@@ -48,11 +49,12 @@ def fold(recurrence: Recurrence, state: Array, records: Block) -> Array:
     Args:
         recurrence: which recurrence.
         state: [B, H, V, K] float32
-        records: L records.
+        records: L records; raw ones are solved against this state first.
 
     Returns:
         [B, H, V, K] float32
     """
+    records = solve(recurrence, state, records)
     total = jnp.exp(jnp.sum(records.log_decay, axis=2))
     later = jnp.exp(_sum_after(records.log_decay))
     if recurrence.gate == "head":
@@ -62,34 +64,55 @@ def fold(recurrence: Recurrence, state: Array, records: Block) -> Array:
     return state * total[..., None, :] + product("bhlv,bhlk->bhvk", records.update, decayed_key)
 
 
-def run_block(
-    recurrence: Recurrence, state: Array, past: Block | None, q: Array, tokens: Block, beta: Array
-) -> tuple[Array, Array]:
+def run_block(recurrence: Recurrence, state: Array, past: Block | None, q: Array, tokens: Block) -> tuple[Array, Array]:
     """Outputs and updates of a block of tokens.
 
     Args:
         recurrence: which recurrence.
         state: checkpoint before the past records. [B, H, V, K] float32
-        past: records between the checkpoint and the block, or None.
+        past: records between the checkpoint and the block, or None; raw ones are solved against this state first.
         q: queries. [B, G, T, K] float32
-        tokens: keys, values and log decays of the block.
-        beta: [B, H, T] float32
+        tokens: keys, values, log decays and betas of the block.
 
     Returns:
         Outputs and updates u, both [B, H, T, V] float32.
     """
+    past = None if past is None else solve(recurrence, state, past)
     readers = jnp.stack([q, tokens.key] if recurrence.delta_rule else [q], axis=2)  # [B, G, P, T, K]
     before = _read_past(recurrence, state, past, readers, tokens.log_decay)
     within = _decayed_products(recurrence, readers, tokens.key, tokens.log_decay)
-    u = beta[..., None] * tokens.update
-    if recurrence.delta_rule:
-        u = u - beta[..., None] * before[:, :, 1]
-        system = jnp.tril(beta[..., None] * within[:, :, 1], -1)  # its unit diagonal is implied
-        u = solve(system, u)
+    u = _updates(recurrence, tokens, before[:, :, -1], within[:, :, -1])
     return before[:, :, 0] + product("bhij,bhjv->bhiv", within[:, :, 0], u), u
 
 
-def solve(system: Array, x: Array) -> Array:
+def solve(recurrence: Recurrence, state: Array, records: Block) -> Block:
+    """Raw records with the updates u that they have from this state, or records as they are if they hold u already.
+
+    Args:
+        recurrence: which recurrence.
+        state: checkpoint before the records. [B, H, V, K] float32
+        records: L of them, with beta where they are raw.
+    """
+    if records.beta is None:
+        return records
+    readers = records.key[:, :, None]
+    before = _read_past(recurrence, state, None, readers, records.log_decay)
+    within = _decayed_products(recurrence, readers, records.key, records.log_decay)
+    return records._replace(update=_updates(recurrence, records, before[:, :, 0], within[:, :, 0]), beta=None)
+
+
+def _updates(recurrence: Recurrence, tokens: Block, known: Array, within: Array) -> Array:
+    """U = (I + A)^{-1} [beta_i (v_i - S exp(G_i) k_i)], from S exp(G_i) k_i and A without its beta; beta v elsewhere."""
+    assert tokens.beta is not None
+    beta = tokens.beta[..., None]
+    u = beta * tokens.update
+    if not recurrence.delta_rule:
+        return u
+    system = jnp.tril(beta * within, -1)  # its unit diagonal is implied
+    return solve_unit_lower(system, u - beta * known)
+
+
+def solve_unit_lower(system: Array, x: Array) -> Array:
     """(I + A)^{-1} x for a strictly lower triangular A, by forward substitution: 16 tokens one by one, blocks by products.
 
     XLA's own triangular solve is a library call that takes milliseconds a matrix where its threads have to wait for cores.

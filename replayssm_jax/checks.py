@@ -1,11 +1,14 @@
 """Trace-time checks of public arguments. Every message names the argument, what was got and what was expected."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
 from replayssm_jax.slots import check_counts, check_slots, debug_distinct, in_range
-from replayssm_jax.state import ReplayState, Tokens, init_buffer
+from replayssm_jax.state import ReplayState, Tokens, init_buffer, init_readout
 
 Array = jax.Array
 
@@ -23,20 +26,19 @@ def check_state(state: ReplayState) -> None:
     slots = state.checkpoint.shape[0]
     _check_array("state.checkpoint", state.checkpoint, (slots, *recurrence.state_dims), (policy.checkpoint_dtype.name,))
     pointer = state.pointer
-    for name in ("length", "origin"):
+    for name in ("length", "origin", "request"):
         _check_array(f"state.pointer.{name}", getattr(pointer, name), (slots,), ("int32",))
     if (pointer.window, pointer.max_draft) != (policy.window, policy.max_draft):
         raise ValueError(
             f"state.pointer has window={pointer.window}, max_draft={pointer.max_draft}, but state.policy has "
             f"window={policy.window}, max_draft={policy.max_draft}: build both from one policy"
         )
-    expected = jax.eval_shape(lambda: init_buffer(recurrence, policy, slots))
-    for name in ("key", "update", "weight", "log_decay"):
-        have, want = getattr(state.buffer, name), getattr(expected, name)
-        if (have is None) != (want is None):
-            raise ValueError(f"state.buffer.{name} must be {'None' if want is None else 'an array'} for this recurrence")
-        if want is not None:
-            _check_array(f"state.buffer.{name}", have, want.shape, (want.dtype.name,))
+    buffer, readout = jax.eval_shape(lambda: (init_buffer(recurrence, policy, slots), init_readout(recurrence, policy, slots)))
+    _check_fields("state.buffer", state.buffer, buffer)
+    if (state.readout is None) != (readout is None):
+        expected = "None" if readout is None else "a Readout"
+        raise ValueError(f"state.readout must be {expected} for readout={policy.readout!r}, got {type(state.readout).__name__}")
+    _check_fields("state.readout", state.readout, readout)
 
 
 def check_tokens(state: ReplayState, tokens: Tokens) -> tuple[int, int]:
@@ -72,7 +74,8 @@ def debug_decay(tokens: Tokens, live: Array) -> None:
 def check_recordable(state: ReplayState, tokens: Tokens) -> None:
     """Raises unless the ring holds what is recorded raw without rounding it."""
     record = state.policy.record_dtype
-    for name in ("k",) if state.recurrence.delta_rule else ("k", "v"):
+    updates = state.recurrence.delta_rule and state.policy.records_updates
+    for name in ("k",) if updates else ("k", "v"):
         dtype = getattr(tokens, name).dtype
         if jnp.promote_types(dtype, record) != record:
             raise ValueError(
@@ -111,6 +114,17 @@ def check_implementation(implementation: str | None, available: tuple[str, ...])
     if implementation not in available:
         raise NotImplementedError(f"implementation={implementation!r} is not available here; {' and '.join(available)} are")
     return implementation
+
+
+def _check_fields(name: str, have: Any, want: Any) -> None:
+    """Raises unless the arrays of a dataclass are those of ``want``, a dataclass of shapes; None has no fields."""
+    for field in dataclasses.fields(want) if want is not None else ():
+        value, expected = getattr(have, field.name), getattr(want, field.name)
+        if (value is None) != (expected is None):
+            something = "None" if expected is None else "an array"
+            raise ValueError(f"{name}.{field.name} must be {something} for this recurrence and policy")
+        if expected is not None:
+            _check_array(f"{name}.{field.name}", value, expected.shape, (expected.dtype.name,))
 
 
 def _check_array(name: str, value: Array, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:

@@ -111,16 +111,18 @@ def over_heads(
     parts = 1 if whole else size
     own = dataclasses.replace(r, num_value_heads=r.num_value_heads // parts, num_key_heads=r.num_key_heads // parts)
 
-    def local(checkpoint: Array, buffer: Any, pointer: ReplayPointer, tokens: Any, slots: Any, counts: Any) -> tuple:
-        mine = dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, pointer=pointer, recurrence=own)
+    def local(pools: dict[str, Any], pointer: ReplayPointer, tokens: Any, slots: Any, counts: Any) -> tuple:
+        head = None if whole else jax.lax.axis_index(sharding.model) * own.num_value_heads
+        mine = dataclasses.replace(state, **pools, pointer=pointer, recurrence=own, first_head=head)
         after, out = function(mine, tokens, slots, counts)
-        return after.checkpoint, after.buffer, after.pointer, out
+        return {name: getattr(after, name) for name in pools}, after.pointer, out
 
     pool, row = (P(), P()) if whole else (P(None, sharding.model), P(None, None, sharding.model))
-    run = over_model(sharding, local, in_specs=(pool, pool, P(), row, P(), P()), out_specs=(pool, pool, P(), row))
+    run = over_model(sharding, local, in_specs=(pool, P(), row, P(), P()), out_specs=(pool, P(), row))
     tokens = None if tokens is None else repeat_keys(tokens, r)
-    checkpoint, buffer, pointer, out = run(state.checkpoint, state.buffer, state.pointer, tokens, slots, counts)
-    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, pointer=pointer), out
+    pools = {name: getattr(state, name) for name in ("checkpoint", "buffer", "readout")}
+    pools, pointer, out = run(pools, state.pointer, tokens, slots, counts)
+    return dataclasses.replace(state, **pools, pointer=pointer), out
 
 
 def over_model(sharding: Sharding, function: Callable, *, in_specs: Any, out_specs: Any) -> Callable:

@@ -1,15 +1,18 @@
 """Plans a deployment from a model's config alone: memory per sequence, traffic per step, what replay should gain.
 
-    python -m replayssm_jax.plan FOLDER_OR_CONFIG --batch=256 --context=32768 --window=16 [--drafts=4] [--gpu=h200] [--gpus=1]
+    python -m replayssm_jax.plan FOLDER_OR_CONFIG --batch=256 --context=32768 --window=16 [--drafts=4] [--readout=nvfp4]
+        [--gpu=h200] [--gpus=1]
 
 A prediction, not a measurement: it counts the bytes that a step must move and divides them by the GPU's read bandwidth. A
 decode step at a serving batch is bound by bytes; at a few sequences it is bound by launches, and replay gains nothing.
 
-Bytes of a recurrent layer and sequence, with S the state, r one record and m the records in the ring:
+Bytes of a recurrent layer and sequence, with S the state, C its read-out copy, r one record and m the records in the ring:
 
     plain recurrence             read S, write S
     replay, ordinary step        read S and m r, write r per token
     replay, flush                the same, and write S
+    with a copy, ordinary step   read C and m r, write r per token
+    with a copy, flush           read S and m r, write S, C, and r per token
     snapshots, T tokens          read S, write T S
 """
 
@@ -30,7 +33,9 @@ from replayssm_jax.models.attention_cache import AttentionCache
 from replayssm_jax.models.config import check_model_type
 from replayssm_jax.models.moe import Experts
 from replayssm_jax.models.weights import read_config
-from replayssm_jax.state import ReplayPolicy, num_bytes
+from replayssm_jax.policy import ReplayPolicy
+from replayssm_jax.readout import FORMATS
+from replayssm_jax.state import num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Plan:
         experts_per_token, num_experts: of one mixture; 0 where there is none.
         recurrent_layers: how many.
         checkpoint: of all recurrent layers.
+        readout: their read-out copies, 0 without.
         record: one token's records of all recurrent layers.
         conv: convolution histories.
         kv_per_token: attention caches.
@@ -76,6 +82,7 @@ class Plan:
     num_experts: int
     recurrent_layers: int
     checkpoint: int
+    readout: int
     record: int
     conv: int
     kv_per_token: int
@@ -84,7 +91,7 @@ class Plan:
 
     def sequence(self, context: int) -> int:
         """Memory of a sequence of ``context`` tokens."""
-        return self.checkpoint + self.window * self.record + self.conv + context * self.kv_per_token
+        return self.checkpoint + self.readout + self.window * self.record + self.conv + context * self.kv_per_token
 
     def weights_read(self, batch: int) -> float:
         """Weights that a step of ``batch`` tokens touches: routed experts only if a token chose them (evenly, by chance)."""
@@ -102,10 +109,12 @@ class Plan:
         between = self.window - 2 * self.max_draft + 1  # least accepted tokens from one flush to the next
         steps = max(1.0, between / accepted)
         live = (between - 1) / 2
-        return self.checkpoint * (1 + 1 / steps) + self.record * (live + tokens)
+        flush = self.checkpoint / steps  # written; with a copy, which all other steps read, read as well
+        state = self.readout + 2 * flush if self.readout else self.checkpoint + flush
+        return state + self.record * (live + tokens)
 
 
-def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bfloat16") -> Plan:
+def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bfloat16", readout: str = "checkpoint") -> Plan:
     """Counts a config's bytes by tracing the model, without allocating any of it.
 
     Args:
@@ -113,14 +122,15 @@ def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bf
         window: ring rows.
         drafts: drafts per step beside the next token itself; 0 for plain decoding.
         dtype: of weights and activations; checkpoints are float32.
+        readout: as in ``ReplayPolicy``.
 
     Raises:
         CheckpointError: no model of this type, or a value that it does not implement.
-        ValueError: the window is too small for the drafts.
+        ValueError: the window is too small for the drafts, or there is no such readout.
     """
     check_model_type(config, MODELS)
     cls: Any = MODELS[config["model_type"]]
-    policy = ReplayPolicy(window=window, max_draft=drafts + 1, record_dtype=dtype)
+    policy = ReplayPolicy(window=window, max_draft=drafts + 1, record_dtype=dtype, readout=readout)
     model: Decoder = nnx.eval_shape(lambda: cls(cls.read_config(config), dtype=dtype, rngs=nnx.Rngs(0)))
     cache = jax.eval_shape(lambda: model.init_cache(1, 1, policy))
     mixers = [layer for layer in cache.layers if isinstance(layer, MixerCache)]
@@ -133,6 +143,7 @@ def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bf
         num_experts=mixtures[0].num_experts if mixtures else 0,
         recurrent_layers=len(mixers),
         checkpoint=sum(num_bytes(mixer.checkpoint) for mixer in mixers),
+        readout=sum(num_bytes(mixer.readout) for mixer in mixers),
         record=sum(num_bytes(mixer.buffer) for mixer in mixers) // window,
         conv=sum(num_bytes(mixer.conv) for mixer in mixers),
         kv_per_token=sum(num_bytes(layer) for layer in cache.layers if isinstance(layer, AttentionCache)),
@@ -166,6 +177,11 @@ def table(plan: Plan, gpu: GPU, batch: int, context: int, accepted: float, best:
         ("", ""),
         ("per sequence", ""),
         (f"  state, {plan.recurrent_layers} recurrent layers", _size(plan.checkpoint)),
+        *(
+            [("  its read-out copy", f"{_size(plan.readout)} ({plan.readout / plan.checkpoint:.1%} of it)")]
+            if plan.readout
+            else []
+        ),
         (f"  ring of {plan.window} records", f"{_size(ring)} ({ring / max(1, plan.checkpoint):.1%} of the state)"),
         ("  convolution histories", _size(plan.conv)),
         (f"  attention caches, {context:,} tokens", _size(context * plan.kv_per_token)),
@@ -219,7 +235,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(f"plan: --accepted={accepted} must be more than 0 and at most drafts + 1 = {options.drafts + 1}")
     try:
         config = read(pathlib.Path(arguments[1]))
-        plan = make_plan(config, options.window, options.drafts)
+        plan = make_plan(config, options.window, options.drafts, readout=options.readout)
         best = best_window(plan, accepted)
     except (CheckpointError, ValueError) as error:
         raise SystemExit(f"plan: {error}") from error
@@ -234,6 +250,7 @@ def _define_flags(names: Iterable[str]) -> None:
     flags.DEFINE_integer("context", 32768, "Tokens of a sequence, for the attention caches.", lower_bound=1)
     flags.DEFINE_integer("window", 16, "Ring rows.", lower_bound=2)
     flags.DEFINE_integer("drafts", 0, "Drafts per step beside the next token.", lower_bound=0)
+    flags.DEFINE_enum("readout", "checkpoint", ["checkpoint", *FORMATS], "What ordinary reads of a state use.")
     flags.DEFINE_float("accepted", None, "Tokens kept per step, the next token included. Default: half of the drafts.")
     flags.DEFINE_enum("gpu", "h200", list(names), "Device.")
     flags.DEFINE_integer("gpus", 1, "Devices that share the weights, the sequences and the traffic evenly.", lower_bound=1)

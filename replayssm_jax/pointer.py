@@ -33,10 +33,10 @@ from replayssm_jax.trees import check_positive_int, register
 Array = jax.Array
 
 
-@register(("length", "origin"), ("window", "max_draft"))
+@register(("length", "origin", "request"), ("window", "max_draft"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayPointer:
-    """Where each slot stands; one pointer serves every layer of a model.
+    """Where each slot stands and for whom; one pointer serves every layer of a model.
 
     ``origin + length`` is the number of tokens a slot has committed, so it is also the position of the slot's next token
     for whatever else follows the same tokens (a convolution's history, an attention cache). Logical record j of a slot
@@ -45,12 +45,15 @@ class ReplayPointer:
     Attributes:
         length: committed records in the ring. [N] int32
         origin: tokens folded into the checkpoint since the last reset, at most 2**31 - 1. [N] int32
+        request: id of the slot's sequence, set at a reset and 0 unless somebody does; all that reads it is stochastic
+            rounding, so that a sequence rounds in the same way in any slot and two sequences round apart. [N] int32
         window: L, ring rows. static
         max_draft: most tokens of one verify. static
     """
 
     length: Array
     origin: Array
+    request: Array
     window: int
     max_draft: int
 
@@ -89,9 +92,9 @@ def init_pointer(num_slots: int, window: int, max_draft: int) -> ReplayPointer:
         check_positive_int(name, value)
     if window < 2 * max_draft:
         raise ValueError(f"window={window} must be at least 2 * max_draft={2 * max_draft}")
-    # two arrays, not one twice: a donated state must not hold the same buffer in two places
-    length, origin = jnp.zeros(num_slots, jnp.int32), jnp.zeros(num_slots, jnp.int32)
-    return ReplayPointer(length=length, origin=origin, window=window, max_draft=max_draft)
+    # three arrays, not one thrice: a donated state must not hold the same buffer in two places
+    length, origin, request = (jnp.zeros(num_slots, jnp.int32) for _ in range(3))
+    return ReplayPointer(length=length, origin=origin, request=request, window=window, max_draft=max_draft)
 
 
 def after_verify(pointer: ReplayPointer, slots: Array | None = None, lengths: Array | None = None) -> ReplayPointer:
@@ -177,12 +180,27 @@ def after_flush(pointer: ReplayPointer, folded: Array) -> ReplayPointer:
     )
 
 
-def reset_pointer(pointer: ReplayPointer, slots: Array) -> ReplayPointer:
-    """Puts slots back to position 0. ``slots`` [B] int; values outside [0, N) are padding."""
+def reset_pointer(pointer: ReplayPointer, slots: Array, request: Array | None = None) -> ReplayPointer:
+    """Puts slots back to position 0, for new sequences.
+
+    Args:
+        pointer: before.
+        slots: values outside [0, N) are padding. [B] int
+        request: ids of the sequences, None for 0. [B] int, or one int for every row
+
+    Returns:
+        The pointer.
+
+    Raises:
+        TypeError, ValueError: slots or request is no vector of integers, or they differ in length.
+    """
     _check_pointer(pointer)
-    rows = scatter_index(check_slots(slots, pointer.num_slots), pointer.num_slots)
+    slots = check_slots(slots, pointer.num_slots)
+    request = check_counts(request, slots.shape[0], 0, "request")
+    rows = scatter_index(slots, pointer.num_slots)
     return dataclasses.replace(
         pointer,
         length=pointer.length.at[rows].set(0, mode="drop"),
         origin=pointer.origin.at[rows].set(0, mode="drop"),
+        request=pointer.request.at[rows].set(request, mode="drop"),
     )

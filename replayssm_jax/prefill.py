@@ -75,10 +75,9 @@ def _prefill_chunks(
     present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
     tokens = rows_lib.live_tokens(tokens, rows.live)
     present, out = chunked(state.recurrence, present, tokens, chunk_size)
-    rounded = rows_lib.round_checkpoint(present, state.policy)
-    checkpoint = state.checkpoint.at[rows.write].set(rounded, mode="drop")
     out = jnp.where(rows.live[..., None, None], out, 0).astype(tokens.v.dtype)
-    return dataclasses.replace(state, checkpoint=checkpoint), out
+    position = rows.origin + rows.length + rows.live.sum(axis=1, dtype=jnp.int32)
+    return rows_lib.store(state, rows, present, position), out
 
 
 def chunked(recurrence: Recurrence, state: Array, tokens: Tokens, chunk_size: int) -> tuple[Array, Array]:
@@ -102,8 +101,8 @@ def chunked(recurrence: Recurrence, state: Array, tokens: Tokens, chunk_size: in
         return jnp.swapaxes(jnp.pad(x, pad).reshape(num_rows, num_chunks, size, *x.shape[2:]), 0, 1)
 
     def chunk(state: Array, tokens: Tokens) -> tuple[Array, Array]:
-        q, block, beta = rows_lib.to_block(tokens)
-        out, u = run_block(recurrence, state, None, q, block, beta)
+        q, block = rows_lib.to_block(tokens)
+        out, u = run_block(recurrence, state, None, q, block)
         return fold(recurrence, state, Block(block.key, u, block.log_decay)), out
 
     state, out = jax.lax.scan(chunk, state, jax.tree.map(split, tokens))  # out [chunks, B, H, size, V]

@@ -18,8 +18,21 @@ def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
 
 def unsupported_shape(state: ReplayState, tokens: Tokens | None = None) -> str | None:
     """``supports`` but for the machine: whether any GPU could serve the request."""
+    if reason := _unsupported_policy(state):
+        return f"{reason}; implementation='xla' takes any"
     if reason := hopper.unsupported(_geometry(state, tokens)):
         return f"{reason}; implementation='xla' takes any"
+    return None
+
+
+def _unsupported_policy(state: ReplayState) -> str | None:
+    policy = state.policy
+    if policy.readout != "checkpoint":
+        return f"readout={policy.readout!r}: the GPU kernels read the checkpoint"
+    if not policy.records_updates and state.recurrence.delta_rule:
+        return "records='raw' with the delta rule: the GPU kernels record updates"
+    if policy.rounding != "nearest":
+        return f"rounding={policy.rounding!r}: the GPU kernels round to nearest"
     return None
 
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from replayssm_jax import rows as rows_lib
 from replayssm_jax.blocked import fold, run_block
+from replayssm_jax.readout import Readout
 from replayssm_jax.rows import Rows
-from replayssm_jax.slots import scatter_index
 from replayssm_jax.state import ReplayBuffer, ReplayState, Tokens
 
 Array = jax.Array
@@ -30,24 +30,23 @@ def verify(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Arr
     rows = rows_lib.locate(pointer, slots, lengths, tokens.q.shape[1])
     due = rows_lib.take_rows(state.pointer.due, rows) & rows.live[:, 0]
     ring, buffer = rows_lib.take_ring(state.buffer, rows, policy.window)
-    checkpoint = _fold_rows(state, rows, ring, due)
+    state = _fold_rows(state, rows, ring, due)
 
     past = rows_lib.first_records(ring, jnp.where(due, 0, rows.length))
     tokens = rows_lib.live_tokens(tokens, rows.live)
-    present = rows_lib.take_rows(checkpoint, rows).astype(jnp.float32)
-    out, u = run_block(state.recurrence, present, past, *rows_lib.to_block(tokens))
+    out, u = run_block(state.recurrence, rows_lib.read_checkpoint(state, rows), past, *rows_lib.to_block(tokens))
     out, u = jnp.swapaxes(out, 1, 2), jnp.swapaxes(u, 1, 2)
     buffer = rows_lib.append_records(state.recurrence, buffer, rows, policy.window, tokens, u)
     out = jnp.where(rows.live[..., None, None], out, 0).astype(tokens.v.dtype)
-    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer), out
+    return dataclasses.replace(state, buffer=buffer), out
 
 
 def flush(state: ReplayState, slots: Array | None, where: Array) -> ReplayState:
     """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
     rows = rows_lib.locate(state.pointer, slots, where.astype(jnp.int32), 1)
     ring, buffer = rows_lib.take_ring(state.buffer, rows, state.policy.window)
-    checkpoint = _fold_rows(state, rows, ring, rows.live[:, 0] & (rows.length > 0))
-    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer)
+    state = _fold_rows(state, rows, ring, rows.live[:, 0] & (rows.length > 0))
+    return dataclasses.replace(state, buffer=buffer)
 
 
 def materialize(state: ReplayState, slots: Array | None, num_rows: int) -> Array:
@@ -58,13 +57,16 @@ def materialize(state: ReplayState, slots: Array | None, num_rows: int) -> Array
     return jnp.where(rows.live[:, :1, None, None], present, 0)
 
 
-def _fold_rows(state: ReplayState, rows: Rows, ring: ReplayBuffer, which: Array) -> Array:
-    """The checkpoint pool with the committed records of rows in ``which`` [B] bool folded in; ``ring`` in order of age."""
+def _fold_rows(state: ReplayState, rows: Rows, ring: ReplayBuffer, which: Array) -> ReplayState:
+    """The pool with the committed records of rows in ``which`` [B] bool folded in; ``ring`` in order of age."""
 
-    def folded(checkpoint: Array) -> Array:
+    def folded(pools: tuple[Array, Readout | None]) -> tuple[Array, Readout | None]:
+        before = dataclasses.replace(state, checkpoint=pools[0], readout=pools[1])
         past = rows_lib.first_records(ring, rows.length)
-        after = fold(state.recurrence, rows_lib.take_rows(checkpoint, rows).astype(jnp.float32), past)
-        target = scatter_index(rows.write, state.num_slots, keep=which)
-        return checkpoint.at[target].set(rows_lib.round_checkpoint(after, state.policy), mode="drop")
+        present = fold(state.recurrence, rows_lib.take_rows(before.checkpoint, rows).astype(jnp.float32), past)
+        after = rows_lib.store(before, rows, present, rows.origin + rows.length, which)
+        return after.checkpoint, after.readout
 
-    return jax.lax.cond(jnp.any(which), folded, lambda checkpoint: checkpoint, state.checkpoint)
+    pools = (state.checkpoint, state.readout)
+    checkpoint, readout = jax.lax.cond(jnp.any(which), folded, lambda pools: pools, pools)
+    return dataclasses.replace(state, checkpoint=checkpoint, readout=readout)

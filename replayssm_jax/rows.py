@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -9,9 +10,11 @@ import jax.numpy as jnp
 
 from replayssm_jax.blocked import Block
 from replayssm_jax.pointer import ReplayPointer
+from replayssm_jax.readout import decode, encode
 from replayssm_jax.recurrence import scaled
+from replayssm_jax.rounding import round_checkpoint
 from replayssm_jax.slots import gather_index, in_range, scatter_index
-from replayssm_jax.state import Recurrence, ReplayBuffer, ReplayPolicy, Tokens
+from replayssm_jax.state import Recurrence, ReplayBuffer, ReplayState, Tokens
 
 Array = jax.Array
 
@@ -23,7 +26,8 @@ class Rows(NamedTuple):
     write: Array  # [B] slot to write, N where the row is dead
     live: Array  # [B, T] real tokens
     length: Array  # [B] committed records
-    origin: Array  # [B]
+    origin: Array  # [B] tokens folded so far
+    request: Array  # [B]
 
 
 def locate(pointer: ReplayPointer, slots: Array | None, lengths: Array, num_tokens: int) -> Rows:
@@ -37,8 +41,9 @@ def locate(pointer: ReplayPointer, slots: Array | None, lengths: Array, num_toke
         live=real[:, None] & (jnp.arange(num_tokens) < lengths[:, None]),
         length=lengths,
         origin=lengths,
+        request=lengths,
     )
-    return rows._replace(length=take_rows(pointer.length, rows), origin=take_rows(pointer.origin, rows))
+    return rows._replace(**{name: take_rows(getattr(pointer, name), rows) for name in ("length", "origin", "request")})
 
 
 def live_tokens(tokens: Tokens, live: Array) -> Tokens:
@@ -82,10 +87,11 @@ def first_records(ring: ReplayBuffer, count: Array) -> Block:
         dead = jnp.zeros((), x.dtype)
         return jnp.where(alive.reshape(-1, 1, window, *(1,) * (x.ndim - 3)), x, dead).astype(jnp.float32)
 
-    update = mask(ring.update)
-    if ring.weight is not None:
-        update = update * mask(ring.weight)[..., None]
-    return Block(key=mask(ring.key), update=update, log_decay=mask(ring.log_decay))
+    key, update, log_decay = mask(ring.key), mask(ring.update), mask(ring.log_decay)
+    weight = None if ring.weight is None else mask(ring.weight)
+    if ring.factor is not None:
+        return Block(scaled(key, mask(ring.factor)), update, log_decay, beta=weight)
+    return Block(key, update if weight is None else update * weight[..., None], log_decay)
 
 
 def committed_records(buffer: ReplayBuffer, rows: Rows, window: int, count: Array) -> Block:
@@ -104,7 +110,7 @@ def append_records(
         rows: where.
         window: L.
         tokens: T tokens.
-        u: updates, needed with the delta rule. [B, T, H, V] float32
+        u: updates, needed where they are recorded. [B, T, H, V] float32
 
     Returns:
         The buffer; rows of the ring that take no live token keep their bits.
@@ -116,36 +122,60 @@ def append_records(
     def put(pool: Array, values: Array) -> Array:
         return pool.at[slot, :, row].set(values.astype(pool.dtype), mode="drop")
 
-    factor = jnp.ones((), jnp.float32)
-    if tokens.k_scale is not None:
-        factor = jnp.repeat(tokens.k_scale, recurrence.group_size, axis=-1)  # [B, T, H]
-    if recurrence.delta_rule:
-        assert u is not None
-        update, weight = u * factor[..., None], None
+    one = jnp.ones(tokens.k.shape[:-1], jnp.float32)
+    factor = one if tokens.k_scale is None else tokens.k_scale  # [B, T, G]
+    by_head = jnp.repeat(factor, recurrence.group_size, axis=-1)  # [B, T, H]
+    records: dict[str, Array] = {"key": tokens.k, "log_decay": tokens.log_decay}
+    if buffer.factor is not None:
+        records |= {"update": tokens.v, "weight": tokens.beta, "factor": factor}
+    elif buffer.weight is not None:
+        records |= {"update": tokens.v, "weight": tokens.beta * by_head}
     else:
-        update, weight = tokens.v, tokens.beta * factor
-    return ReplayBuffer(
-        key=put(buffer.key, tokens.k),
-        update=put(buffer.update, update),
-        weight=None if buffer.weight is None or weight is None else put(buffer.weight, weight),
-        log_decay=put(buffer.log_decay, tokens.log_decay),
-    )
+        assert u is not None
+        records["update"] = u * by_head[..., None]
+    return dataclasses.replace(buffer, **{name: put(getattr(buffer, name), values) for name, values in records.items()})
 
 
-def to_block(tokens: Tokens) -> tuple[Array, Block, Array]:
-    """Tokens as float32 blocks with heads before time: q [B, G, T, K], keys with values and log decays, beta [B, H, T]."""
+def to_block(tokens: Tokens) -> tuple[Array, Block]:
+    """Tokens as float32 blocks with heads before time: q [B, G, T, K], and all else, still to be solved."""
     q, k = scaled(tokens.q, tokens.q_scale), scaled(tokens.k, tokens.k_scale)
 
     def heads_first(x: Array) -> Array:
         return jnp.swapaxes(x, 1, 2)
 
-    block = Block(heads_first(k), heads_first(tokens.v.astype(jnp.float32)), heads_first(tokens.log_decay))
-    return heads_first(q), block, heads_first(tokens.beta)
+    fields = (k, tokens.v.astype(jnp.float32), tokens.log_decay, tokens.beta)
+    return heads_first(q), Block(*map(heads_first, fields))
 
 
-def round_checkpoint(state: Array, policy: ReplayPolicy) -> Array:
-    """A float32 state rounded to the checkpoint's dtype, the one rounding of a flush; saturates, keeps NaN."""
-    if policy.checkpoint_dtype == jnp.float32:
-        return state
-    limit = float(jnp.finfo(policy.checkpoint_dtype).max)
-    return jnp.clip(state, -limit, limit).astype(policy.checkpoint_dtype)
+def read_checkpoint(state: ReplayState, rows: Rows) -> Array:
+    """What ordinary reads of the rows use: the checkpoint, or what its read-out copy says. [B, H, V, K] float32"""
+    if state.readout is None:
+        return take_rows(state.checkpoint, rows).astype(jnp.float32)
+    own = jax.tree.map(lambda pool: take_rows(pool, rows), state.readout)
+    return decode(state.policy.readout, own, state.recurrence.key_dim)
+
+
+def store(state: ReplayState, rows: Rows, present: Array, position: Array, which: Array | None = None) -> ReplayState:
+    """Writes what a fold has made: the checkpoint, rounded to its dtype, and the read-out copy of that.
+
+    Args:
+        state: the pool.
+        rows: where to.
+        present: the new states. [B, H, V, K] float32
+        position: tokens that they have seen. [B] int32
+        which: rows to write, None for all that live. [B] bool
+
+    Returns:
+        The pool; its pointer is left to the caller.
+    """
+    first_head = 0 if state.first_head is None else state.first_head
+    rounded = round_checkpoint(present, state.policy, rows.request, position, first_head)
+    target = scatter_index(rows.write, state.num_slots, keep=which)
+    new: tuple = (rounded, None)
+    if state.readout is not None:
+        # apart from the copy, so that it is compiled as it would be without one: the checkpoint's bits do not depend on it
+        rounded = jax.lax.optimization_barrier(rounded)
+        new = rounded, encode(state.policy.readout, rounded)
+    pools = (state.checkpoint, state.readout)
+    checkpoint, readout = jax.tree.map(lambda pool, values: pool.at[target].set(values, mode="drop"), pools, new)
+    return dataclasses.replace(state, checkpoint=checkpoint, readout=readout)

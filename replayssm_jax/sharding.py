@@ -163,7 +163,7 @@ class Sharding:
 
         def spec(path: Sequence[Any], leaf: Any) -> P:
             names = {getattr(key, "name", None) for key in path}
-            axis = 1 if names & {"checkpoint", "buffer"} else 2  # [N, H, ...]; [N, R, C] and [N, S, heads, head_dim]
+            axis = 1 if names & {"checkpoint", "buffer", "readout"} else 2  # [N, H, ...]; [N, R, C] and [N, S, heads, head_dim]
             if leaf.ndim <= axis or leaf.shape[axis] % self.model_size:
                 return P(self.data)
             return P(self.data, *(None,) * (axis - 1), self.model)

@@ -19,15 +19,13 @@ import jax
 import jax.numpy as jnp
 
 from replayssm_jax.pointer import ReplayPointer, init_pointer, reset_pointer
+from replayssm_jax.policy import ReplayPolicy
+from replayssm_jax.readout import Readout, encode
 from replayssm_jax.slots import check_slots, debug_distinct, in_range, scatter_index
 from replayssm_jax.trees import check_positive_int, register
 
 Array = jax.Array
 Gate = Literal["head", "channel"]
-
-_FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-_READOUTS = ("checkpoint", "bf16", "fp8_e4m3", "nvfp4")
-_ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,50 +79,6 @@ class Recurrence:
         return (self.num_value_heads, self.value_dim, self.key_dim)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayPolicy:
-    """Static choices of how a layer's state is kept.
-
-    Args:
-        window: L, ring rows per slot. A slot's records are folded into its checkpoint before they could overflow it,
-            every ``window - 2 * max_draft + 1`` to ``window - max_draft`` accepted tokens.
-        max_draft: most tokens one ``verify`` may take per row; 1 is plain decoding. ``window >= 2 * max_draft``.
-        checkpoint_dtype: float32, bfloat16 or float16. Rounded once per flush; float16 and bfloat16 saturate at their
-            largest finite value instead of overflowing.
-        record_dtype: dtype of recorded raw inputs (keys; values where there is no delta rule). Must hold the activations
-            exactly: bfloat16 for bfloat16 activations. What is not a raw input is recorded in float32 whatever this says.
-        readout: what ordinary reads use; "checkpoint" or, once implemented, a low-precision copy.
-        rounding: "nearest" or, once implemented, "stochastic".
-
-    Raises:
-        TypeError, ValueError: a field has the wrong type or value; the message names it.
-        NotImplementedError: a readout or rounding that this version does not have yet.
-    """
-
-    window: int = 16
-    max_draft: int = 1
-    checkpoint_dtype: Any = "float32"
-    record_dtype: Any = "float32"
-    readout: str = "checkpoint"
-    rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        check_positive_int("window", self.window)
-        check_positive_int("max_draft", self.max_draft)
-        if self.window < 2 * self.max_draft:
-            raise ValueError(f"window={self.window} must be at least 2 * max_draft={2 * self.max_draft}")
-        for name in ("checkpoint_dtype", "record_dtype"):
-            object.__setattr__(self, name, _check_dtype(name, getattr(self, name)))
-        choices: dict[str, tuple[str, ...]] = {"readout": _READOUTS, "rounding": _ROUNDINGS}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if self.readout != "checkpoint":
-            raise NotImplementedError(f"readout={self.readout!r} is not implemented yet; readout='checkpoint' works")
-        if self.rounding != "nearest":
-            raise NotImplementedError(f"rounding={self.rounding!r} is not implemented yet; rounding='nearest' works")
-
-
 @register(("q", "k", "v", "log_decay", "beta", "q_scale", "k_scale"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokens:
@@ -149,25 +103,30 @@ class Tokens:
     k_scale: Array | None = None
 
 
-@register(("key", "update", "weight", "log_decay"))
+@register(("key", "update", "weight", "log_decay", "factor"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayBuffer:
     """Ring of records. Record j adds ``weight_j * update_j key_j^T`` to a state that it first decays by ``exp(log_decay_j)``.
 
+    With the delta rule and ``records="raw"`` (or a read-out copy) it is a token's k, v, log_decay and beta instead, from which
+    each reader derives that sum's u_j against the state that it reads.
+
     Attributes:
         key: raw keys. [N, G, L, K] record_dtype
-        update: with the delta rule u times the key's factor, else the raw value. [N, H, L, V] float32, else record_dtype
-        weight: beta times the key's factor without the delta rule; None with it. [N, H, L] float32
+        update: with the delta rule u times the key's factor, in float32; else the raw value, in record_dtype. [N, H, L, V]
+        weight: beta times the key's factor without the delta rule, None with it; beta in raw records. [N, H, L] float32
         log_decay: per record, never summed up. [N, H, L] float32, or [N, H, L, K] for a channel gate
+        factor: the key's factor in raw records of the delta rule, else None. [N, G, L] float32
     """
 
     key: Array
     update: Array
     weight: Array | None
     log_decay: Array
+    factor: Array | None = None
 
 
-@register(("checkpoint", "buffer", "pointer"), ("recurrence", "policy"))
+@register(("checkpoint", "buffer", "pointer", "readout", "first_head"), ("recurrence", "policy"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayState:
     """One layer's pool of slots.
@@ -178,6 +137,10 @@ class ReplayState:
         pointer: how many of them count.
         recurrence: static
         policy: static
+        readout: ``encode(policy.readout, checkpoint)`` at all times, which ordinary reads use in its place; None with
+            ``policy.readout="checkpoint"``.
+        first_head: number of the first value head, where a device has its share of the heads to itself; None elsewhere.
+            [] int32
     """
 
     checkpoint: Array
@@ -185,6 +148,8 @@ class ReplayState:
     pointer: ReplayPointer
     recurrence: Recurrence
     policy: ReplayPolicy
+    readout: Readout | None = None
+    first_head: Array | None = None
 
     @property
     def num_slots(self) -> int:
@@ -195,14 +160,25 @@ def init_buffer(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) ->
     """An empty ring for ``num_slots`` slots."""
     check_positive_int("num_slots", num_slots)
     r, window = recurrence, policy.window
-    update_dtype = jnp.float32 if r.delta_rule else policy.record_dtype
+    updates = r.delta_rule and policy.records_updates
+    raw = r.delta_rule and not updates
     decay_tail = r.decay_dims[1:]
     return ReplayBuffer(
         key=jnp.zeros((num_slots, r.num_key_heads, window, r.key_dim), policy.record_dtype),
-        update=jnp.zeros((num_slots, r.num_value_heads, window, r.value_dim), update_dtype),
-        weight=None if r.delta_rule else jnp.zeros((num_slots, r.num_value_heads, window), jnp.float32),
+        update=jnp.zeros((num_slots, r.num_value_heads, window, r.value_dim), jnp.float32 if updates else policy.record_dtype),
+        weight=None if updates else jnp.zeros((num_slots, r.num_value_heads, window), jnp.float32),
         log_decay=jnp.zeros((num_slots, r.num_value_heads, window, *decay_tail), jnp.float32),
+        factor=jnp.zeros((num_slots, r.num_key_heads, window), jnp.float32) if raw else None,
     )
+
+
+def init_readout(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) -> Readout | None:
+    """The read-out copy of ``num_slots`` zero checkpoints, None where ordinary reads use the checkpoint itself."""
+    if policy.readout == "checkpoint":
+        return None
+    checkpoint = jax.ShapeDtypeStruct((num_slots, *recurrence.state_dims), policy.checkpoint_dtype)
+    shapes = jax.eval_shape(lambda x: encode(policy.readout, x), checkpoint)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # zeros encode to zero bytes
 
 
 def init_state(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) -> ReplayState:
@@ -230,15 +206,17 @@ def init_state(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) -> 
         pointer=init_pointer(num_slots, policy.window, policy.max_draft),
         recurrence=recurrence,
         policy=policy,
+        readout=init_readout(recurrence, policy, num_slots),
     )
 
 
-def reset(state: ReplayState, slots: Array) -> ReplayState:
+def reset(state: ReplayState, slots: Array, request: Array | None = None) -> ReplayState:
     """Empties slots for new sequences: zero checkpoint, pointer at zero; old records are dead and are never read.
 
     Args:
         state: the pool.
         slots: slots to empty; values outside [0, N) are padding and do nothing. [B] int32
+        request: ids of the new sequences, which stochastic rounding is keyed by; None for 0. [B] int, or one int for all
 
     Returns:
         The pool with those slots fresh and every other slot bit-equal.
@@ -247,15 +225,19 @@ def reset(state: ReplayState, slots: Array) -> ReplayState:
         raise TypeError(f"state must be a ReplayState, got {type(state).__name__}")
     slots = check_slots(slots, state.num_slots)
     rows = scatter_index(slots, state.num_slots)
+    checkpoint, readout = zero_slots((state.checkpoint, state.readout), rows)
     return dataclasses.replace(
-        state,
-        checkpoint=state.checkpoint.at[rows].set(0, mode="drop"),
-        pointer=reset_pointer(state.pointer, slots),
+        state, checkpoint=checkpoint, readout=readout, pointer=reset_pointer(state.pointer, slots, request)
     )
 
 
+def zero_slots[Pool](pool: Pool, rows: Array) -> Pool:
+    """A pytree of arrays with slots first, zero in the slots ``rows`` [B]; indices past the end do nothing."""
+    return jax.tree.map(lambda x: x.at[rows].set(jnp.zeros((), x.dtype), mode="drop"), pool)
+
+
 def copy_slots[Pool](state: Pool, source: Array, target: Array) -> Pool:
-    """Copies whole slots (checkpoint, ring and pointer): fork, prefix reuse, compaction.
+    """Copies whole slots (checkpoint, its read-out, ring and pointer): fork, prefix reuse, compaction.
 
     Args:
         state: a ReplayState, or any pytree with ``num_slots`` whose arrays all have slots first (the caches of mixers and
@@ -279,16 +261,6 @@ def copy_slots[Pool](state: Pool, source: Array, target: Array) -> Pool:
     debug_distinct(jnp.where(paired, target, num_slots), num_slots, "target")
     read, write = jnp.where(paired, source, 0), jnp.where(paired, target, num_slots)
     return jax.tree.map(lambda pool: pool.at[write].set(pool[read], mode="drop"), state)
-
-
-def _check_dtype(name: str, value: Any) -> Any:
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        raise TypeError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {value!r}") from None
-    if dtype.name not in _FLOAT_DTYPES:
-        raise ValueError(f"{name} must be one of {', '.join(_FLOAT_DTYPES)}, got {dtype.name}")
-    return dtype
 
 
 def num_bytes(tree: Any) -> int:

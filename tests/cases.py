@@ -27,6 +27,9 @@ class Case:
     max_draft: int = 4
     activations: str = "float32"
     checkpoint: str = "float32"
+    readout: str = "checkpoint"
+    records: str | None = None
+    rounding: str = "nearest"
     factors: bool = False  # queries and keys come raw, with float32 factors that normalise them
     decay: str = "mixed"  # "mixed", "slow" (hundreds of tokens), "none" or "constant" (one per head)
     beta_max: float = 1.0
@@ -49,6 +52,9 @@ class Case:
             max_draft=self.max_draft,
             checkpoint_dtype=self.checkpoint,
             record_dtype=self.activations,
+            readout=self.readout,
+            records=self.records,
+            rounding=self.rounding,
         )
 
     @property
@@ -58,8 +64,9 @@ class Case:
 
     @property
     def output_tolerance(self) -> float:
-        """Relative L2 error allowed in a head's outputs: they come from that state and are rounded to the activations."""
-        return self.state_tolerance + {"float32": 3e-6, "float16": 1e-3, "bfloat16": 6e-3}[self.activations]
+        """Relative L2 error allowed in a head's outputs: they come from that state, or a copy of it, and are rounded."""
+        copy = {"checkpoint": 0.0, "bf16": 2e-2, "fp8_e4m3": 0.2, "nvfp4": 0.6}[self.readout]
+        return self.state_tolerance + copy + {"float32": 3e-6, "float16": 1e-3, "bfloat16": 6e-3}[self.activations]
 
 
 def _family(delta_rule: bool, gate: str):
@@ -90,6 +97,18 @@ CASES = (
     # gated linear attention
     _gla("gla-64", (1, 1), (64, 64), activations="bfloat16"),
     _gla("gla-ratio2-bf16-checkpoint", (4, 2), (20, 8), window=5, max_draft=2, checkpoint="bfloat16", factors=True),
+    # a read-out copy over raw records, and stochastic rounding below it
+    _kda(
+        "kda-nvfp4-readout-fp16-stochastic",
+        (2, 1),
+        (5, 24),
+        window=7,
+        max_draft=3,
+        factors=True,
+        readout="nvfp4",
+        checkpoint="float16",
+        rounding="stochastic",
+    ),
 )
 
 # One small case for each recurrence, for tests of behaviour that no shape changes.

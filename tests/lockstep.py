@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
-from replayssm_jax import ReplayState, Tokens
+from replayssm_jax import ReplayState, Tokens, readout
 from tests.cases import Case, poison_dead
 from tests.compare import assert_heads_close, same_bits
 from tests.oracle import OraclePool
@@ -28,6 +28,9 @@ def jitted(name: str, implementation: str | None = None):
         door = functools.partial(door, implementation=implementation)
     door = jax.jit(door, compiler_options=FAST_COMPILE)
     return lambda *arguments: jax.tree.map(np.asarray, door(*arguments))
+
+
+encode = jax.jit(readout.encode, static_argnums=0, compiler_options=FAST_COMPILE)
 
 
 @jax.jit
@@ -73,8 +76,9 @@ class Lockstep:
     def disown(self, slot: int) -> None:
         """Makes a slot somebody's leftovers: NaN everywhere, a pointer in mid-window."""
         self.state = state = jax.tree.map(np.array, self.state)
-        for pool in (state.checkpoint, *jax.tree.leaves(state.buffer)):
-            pool[slot] = np.nan
+        for pool in jax.tree.leaves((state.checkpoint, state.buffer, state.readout)):
+            # all bits set are NaN in the patterns of a read-out copy
+            pool[slot] = np.iinfo(pool.dtype).max if np.issubdtype(pool.dtype, np.integer) else np.nan
         state.pointer.length[slot], state.pointer.origin[slot] = self.case.window - self.case.max_draft, 3
         self.oracle.position[slot] = 3 + state.pointer.length[slot]
         self.oracle.state[slot], self.oracle.drafts[slot] = np.nan, []
@@ -154,10 +158,22 @@ class Lockstep:
         got = jitted("materialize")(self.state)
         for slot, want in enumerate(self.oracle.state):
             assert_heads_close(got[slot], want, self.case.state_tolerance, f"state of slot {slot}", scale=0.01)
+        self._assert_copy_is_current()
         length, origin = self.state.pointer.length, self.state.pointer.origin
         assert (length + origin == self.oracle.position).all(), f"positions {length + origin}, not {self.oracle.position}"
         assert (length >= 0).all(), f"negative pointer: {length}"
         assert (length + self.case.max_draft <= self.case.window).all(), f"no room for drafts: {length}"
+
+    def _assert_copy_is_current(self) -> None:
+        if self.state.readout is None:
+            return
+        owned = np.flatnonzero([np.isfinite(state).all() for state in self.oracle.state])
+        want = encode(self.case.readout, self.state.checkpoint)
+        for slot in owned:
+            got, want_slot = (
+                jax.tree.map(lambda pool, n=slot: np.asarray(pool)[n], copy) for copy in (self.state.readout, want)
+            )
+            assert same_bits(got, want_slot), f"slot {slot}: the read-out copy is not that of its checkpoint"
 
     def _call(self, name: str, *arguments):
         try:
@@ -202,7 +218,9 @@ class Lockstep:
             same = same_bits(old[slot][:, others], new[slot][:, others])
             assert same, f"slot {slot}: a verify wrote to ring rows besides {own}"
         if records + 2 * self.case.max_draft <= self.case.window:
-            assert same_bits(before.checkpoint[slot], self.state.checkpoint[slot]), f"slot {slot}: checkpoint written early"
+            for old, new in ((before.checkpoint, self.state.checkpoint), (before.readout, self.state.readout)):
+                same = same_bits(*(jax.tree.map(lambda pool: pool[slot], pools) for pools in (old, new)))
+                assert same, f"slot {slot}: checkpoint or its copy written early"
 
 
 def _int32(values) -> np.ndarray | None:

@@ -2,7 +2,8 @@
 
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.sharded_runs REQUEST...
 
-A request is ``folder:data:model`` or ``folder:data:model:prompt`` for a model, ``state:data:model`` for a state by itself.
+A request is ``folder:data:model`` or ``folder:data:model:prompt`` for a model, ``state:data:model`` for a state by itself,
+``rounded:data:model`` for one with a read-out copy and stochastic rounding.
 It prints a JSON object of what it found per request.
 """
 
@@ -22,7 +23,7 @@ import replayssm_jax as rs
 from replayssm_jax.mixers import MixerCache
 from replayssm_jax.models import from_pretrained, shard
 from replayssm_jax.sharding import Sharding
-from tests.cases import case_named, make_tokens
+from tests.cases import Case, case_named, make_tokens
 from tests.golden_data import ROOT
 from tests.mixer_runs import quick_jit
 
@@ -130,18 +131,37 @@ def every_call(api, state, prompt, drafts, slots, lengths, accepted):
     return state, (first, outs, present, state.checkpoint)
 
 
-def run_state(data: int, model: int) -> dict[str, Any]:
-    """Every call on a state by itself, and rows whose slots lie in another shard, which are padding there."""
-    sharding, rng = Sharding(jax.make_mesh((data, model), ("data", "model"))), np.random.default_rng(1)
-    case, slots = case_named("gla", dims=(24, 40)), jnp.asarray(rows_in_shards(rng, data))
+def run_lives(case: Case, sharding: Sharding, rng: np.random.Generator) -> tuple[Any, Any, jax.Array]:
+    """``every_call`` on one device and on the mesh, and the slots that were used."""
+    slots = jnp.asarray(rows_in_shards(rng, sharding.data_size))
     lengths = rng.integers(0, case.max_draft + 1, ROWS)
     accepted = rng.integers(0, lengths + 1)
-    prompt, drafts, token = (jax.tree.map(jnp.asarray, make_tokens(case, rng, ROWS, n)) for n in (PROMPT, case.max_draft, 1))
+    prompt, drafts = (jax.tree.map(jnp.asarray, make_tokens(case, rng, ROWS, n)) for n in (PROMPT, case.max_draft))
     made = (api.init_state(case.recurrence, case.policy, SLOTS) for api in (rs, sharding))
     one, many = (
         every_call(api, state, prompt, drafts, slots, lengths, accepted)
         for api, state in zip((rs, sharding), made, strict=True)
     )
+    return one, many, slots
+
+
+def run_rounded(data: int, model: int) -> dict[str, Any]:
+    """How much of a stochastically rounded checkpoint and of its copy differs on the mesh: what arithmetic does, no more."""
+    sharding, rng = Sharding(jax.make_mesh((data, model), ("data", "model"))), np.random.default_rng(2)
+    case = case_named("gla", dims=(24, 40), readout="nvfp4", checkpoint="bfloat16", rounding="stochastic")
+    (one, _), (many, _), slots = run_lives(case, sharding, rng)
+    used = slots[slots < SLOTS]
+    pairs = zip(jax.tree.leaves((one.checkpoint, one.readout)), jax.tree.leaves((many.checkpoint, many.readout)), strict=True)
+    differ = max(float(np.mean(np.asarray(a)[used] != np.asarray(b)[used])) for a, b in pairs)
+    return {"differ": differ, "nonzero": float(np.mean(np.asarray(one.checkpoint)[used] != 0))}
+
+
+def run_state(data: int, model: int) -> dict[str, Any]:
+    """Every call on a state by itself, and rows whose slots lie in another shard, which are padding there."""
+    sharding, rng = Sharding(jax.make_mesh((data, model), ("data", "model"))), np.random.default_rng(1)
+    case = case_named("gla", dims=(24, 40))
+    one, many, slots = run_lives(case, sharding, rng)
+    token = jax.tree.map(jnp.asarray, make_tokens(case, rng, ROWS, 1))
     step = quick_jit(sharding.step).lower(many[0], token, slots).compile()
     stray = np.roll(np.arange(ROWS, dtype=np.int32) * (SLOTS // ROWS), ROWS // data)  # all in the next shard
     after, out = step(many[0], token, jnp.asarray(stray))
@@ -161,7 +181,8 @@ def main(requests: list[str]) -> None:
     for request in requests:
         folder, data, model, *prompt = request.split(":")
         sizes = int(data), int(model)
-        found = run_state(*sizes) if folder == "state" else run_model(folder, *sizes, bool(prompt))
+        states = {"state": run_state, "rounded": run_rounded}
+        found = states[folder](*sizes) if folder in states else run_model(folder, *sizes, bool(prompt))
         print(json.dumps({"request": request, **found}), flush=True)
 
 

@@ -106,6 +106,16 @@ def test_no_ring_is_copied(case, name, implementation):
     assert memory is None or memory.temp_size_in_bytes < _bytes(state) / 4
 
 
+@pytest.mark.parametrize("name", ["step", "reset and copy"])
+@pytest.mark.parametrize("readout", ["bf16", "nvfp4"])
+def test_no_read_out_copy_is_copied(readout, name):
+    case = case_named("gdn", dims=(24, 40), readout=readout)
+    state, _, _ = _example(case)
+    compiled = _compiled(case, name, "xla")
+    assert _copies(compiled, (state.checkpoint, state.readout)) == ""
+    assert compiled.memory_analysis().temp_size_in_bytes < _bytes(state) / 4
+
+
 @every_case
 def test_a_step_without_a_flush_does_no_folding(case):
     """The fold is a branch that the device takes when a row is due, and its host never looks."""

@@ -120,3 +120,28 @@ def test_a_config_file_or_a_folder_is_read_and_a_wrong_one_is_named(tmp_path):
 def test_a_window_by_hand_may_be_the_only_one_for_its_drafts():
     planned = plan.make_plan(MAMBA2_2_7B, window=100, drafts=40)
     assert plan.best_window(planned, 10.0) == 100
+
+
+@pytest.mark.parametrize(
+    ("form", "bytes_per_value"), [("bf16", 2), ("fp8_e4m3", 1 + 4 / 128), ("nvfp4", 9 / 16 + 4 / (64 * 128))]
+)
+def test_read_out_copies_cost_their_bytes_and_are_read_in_place_of_the_state(form, bytes_per_value):
+    """Codes and scales; a float32 state of 64 x 128 per head of Mamba-2."""
+    plain, planned = (plan.make_plan(MAMBA2_2_7B, window=16, drafts=0, readout=r) for r in ("checkpoint", form))
+    assert plain.readout == 0
+    assert planned.readout == planned.checkpoint / 4 * bytes_per_value
+    assert planned.sequence(0) - plain.sequence(0) == planned.readout
+    assert planned.record == plain.record  # without the delta rule records are raw inputs in any case
+    ordinary, flush = planned.readout, 2 * planned.checkpoint + planned.readout
+    records = planned.record * (7 + 1)
+    assert planned.replay_state(1, 1.0) == pytest.approx((14 * ordinary + flush) / 15 + records)
+    assert planned.replay_state(1, 1.0) < plain.replay_state(1, 1.0)
+    assert "its read-out copy" in plan.table(planned, plan.GPUS["h200"], 256, 1, 1.0, 16)
+
+
+def test_raw_records_of_a_delta_rule_are_counted():
+    planned = plan.make_plan(QWEN3_NEXT_80B, window=16, drafts=0, readout="nvfp4")
+    # values and keys in bfloat16; beta, the key's factor and log decay in float32
+    assert planned.record == 36 * (32 * 128 * 2 + 16 * 128 * 2 + 32 * 4 + 16 * 4 + 32 * 4)
+    with pytest.raises(ValueError, match="readout must be one of"):
+        plan.make_plan(MAMBA2_2_7B, window=16, drafts=0, readout="int4")

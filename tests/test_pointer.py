@@ -13,7 +13,13 @@ POLICIES = [(16, 1), (16, 4), (16, 8), (32, 5), (2, 1), (5, 2), (6, 3)]
 
 
 def _pointer(length, origin, window: int, max_draft: int) -> ReplayPointer:
-    return ReplayPointer(length=jnp.int32(length), origin=jnp.int32(origin), window=window, max_draft=max_draft)
+    return ReplayPointer(
+        length=jnp.int32(length),
+        origin=jnp.int32(origin),
+        request=jnp.zeros(np.shape(length), jnp.int32),
+        window=window,
+        max_draft=max_draft,
+    )
 
 
 @pytest.mark.parametrize(("window", "max_draft"), POLICIES)

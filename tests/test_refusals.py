@@ -12,15 +12,49 @@ from replayssm_jax import replay_pallas
 from tests.cases import case_named, make_tokens
 
 
-@pytest.mark.parametrize("readout", ["bf16", "fp8_e4m3", "nvfp4"])
-def test_readouts_that_do_not_exist_yet(readout):
-    with pytest.raises(NotImplementedError, match=f"readout='{readout}' is not implemented yet; readout='checkpoint' works"):
-        rs.ReplayPolicy(readout=readout)
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"readout": "fp8"}, "readout must be one of checkpoint, bf16, fp8_e4m3, nvfp4, got 'fp8'"),
+        ({"records": "u"}, "records must be one of None, update, raw, got 'u'"),
+        (
+            {"readout": "nvfp4", "records": "update"},
+            "records='update' would fold what a rounded read made: readout='nvfp4' takes",
+        ),
+        (
+            {"rounding": "stochastic"},
+            "rounding='stochastic' rounds checkpoints of float16 or bfloat16, checkpoint_dtype=float32",
+        ),
+        ({"rounding": "up"}, "rounding must be one of nearest, stochastic, got 'up'"),
+        ({"seed": 2**32}, "seed must be an int from 0 to .*, got 4294967296"),
+        ({"seed": -1}, "seed must be an int from 0 to .*, got -1"),
+        ({"seed": 1.0}, "seed must be an int from 0 to .*, got 1.0"),
+    ],
+)
+def test_precisions_that_do_not_go_together(changes, error):
+    with pytest.raises(ValueError, match=error):
+        rs.ReplayPolicy(**changes)
 
 
-def test_rounding_that_does_not_exist_yet():
-    with pytest.raises(NotImplementedError, match="rounding='stochastic' is not implemented yet; rounding='nearest' works"):
-        rs.ReplayPolicy(rounding="stochastic")
+def test_a_state_without_the_copy_that_its_policy_reads():
+    case = case_named("gdn", readout="nvfp4")
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    with pytest.raises(ValueError, match=r"state\.readout must be a Readout for readout='nvfp4', got NoneType"):
+        rs.flush(dataclasses.replace(state, readout=None))
+    packed = dataclasses.replace(state.readout, payload=state.readout.payload[..., :2])
+    with pytest.raises(ValueError, match=r"state\.readout\.payload must have shape \(2, 4, 6, 8\), got \(2, 4, 6, 2\)"):
+        rs.flush(dataclasses.replace(state, readout=packed))
+    plain = rs.init_state(case.recurrence, rs.ReplayPolicy(), 2)
+    with pytest.raises(ValueError, match=r"state\.readout must be None for readout='checkpoint', got Readout"):
+        rs.materialize(dataclasses.replace(plain, readout=state.readout))
+
+
+def test_request_ids_of_the_wrong_number_or_kind():
+    state = rs.init_state(case_named("gla").recurrence, rs.ReplayPolicy(), 4)
+    with pytest.raises(ValueError, match=r"request must have one entry per row, shape \(2,\), got \(3,\)"):
+        rs.reset(state, jnp.array([0, 1]), jnp.arange(3))
+    with pytest.raises(TypeError, match="request must be integers, got float32"):
+        rs.reset_pointer(state.pointer, jnp.array([0]), jnp.ones(1))
 
 
 def test_more_drafts_than_the_policy_keeps_room_for():
@@ -37,11 +71,13 @@ def test_more_drafts_than_the_policy_keeps_room_for():
         ("gdn", "k", "float16", "bfloat16", "float32"),
         ("gla", "k", "bfloat16", "float16", "float32"),
         ("gla", "v", "float32", "float16", "float32"),
+        ("gdn-raw", "v", "float32", "bfloat16", "float32"),
     ],
 )
 def test_records_that_would_be_rounded(family, field, given, record, needed):
     """bfloat16 values of long-lived inputs must come in as such, not be made so on the way to the ring."""
-    case = case_named(family, activations=record)
+    family, _, records = family.partition("-")
+    case = case_named(family, activations=record, records=records or None)
     state = rs.init_state(case.recurrence, case.policy, 2)
     tokens = make_tokens(case, np.random.default_rng(0), 2, 1)
     tokens = dataclasses.replace(tokens, **{field: jnp.asarray(getattr(tokens, field), given)})
@@ -70,6 +106,9 @@ def test_a_named_backend_that_cannot_run_is_not_replaced(door):
         ({"dims": (8, 48)}, "key_dim=48: the GPU kernels take multiples of 32 up to 256"),
         ({"dims": (8, 288)}, "key_dim=288"),
         ({"dims": (12, 32)}, "value_dim=12: the GPU kernels take multiples of 8"),
+        ({"readout": "nvfp4"}, "readout='nvfp4': the GPU kernels read the checkpoint"),
+        ({"records": "raw"}, "records='raw' with the delta rule: the GPU kernels record updates"),
+        ({"checkpoint": "float16", "rounding": "stochastic"}, "rounding='stochastic': the GPU kernels round to nearest"),
         ({"dims": (64, 256), "gate": "channel", "window": 32, "max_draft": 16}, "T=16 tokens with key_dim=256 need "),
     ],
 )

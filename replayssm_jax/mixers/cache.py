@@ -11,16 +11,17 @@ import jax.numpy as jnp
 from replayssm_jax.per_device import over_heads
 from replayssm_jax.pointer import ReplayPointer
 from replayssm_jax.prefill import prefill as prefill_state
+from replayssm_jax.readout import Readout
 from replayssm_jax.replay import verify
 from replayssm_jax.sharding import Sharding
 from replayssm_jax.slots import check_slots, scatter_index
-from replayssm_jax.state import Recurrence, ReplayBuffer, ReplayPolicy, ReplayState, Tokens, init_state
+from replayssm_jax.state import Recurrence, ReplayBuffer, ReplayPolicy, ReplayState, Tokens, init_state, zero_slots
 from replayssm_jax.trees import register
 
 Array = jax.Array
 
 
-@register(("conv", "checkpoint", "buffer"), ("recurrence", "policy"))
+@register(("conv", "checkpoint", "buffer", "readout"), ("recurrence", "policy"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixerCache:
     """One mixer's pool of slots. ``copy_slots`` works on it as on any pytree whose arrays have slots first.
@@ -29,7 +30,7 @@ class MixerCache:
         conv: raw inputs of the short convolution; the token at position p lies in row p % R, R = max_draft + width - 1, so a
             rejected draft is overwritten by the next one and nothing is shifted. [N, R, C] activation dtype
         checkpoint: see ReplayState. [N, H, V, K]
-        buffer: see ReplayState.
+        buffer, readout: see ReplayState.
         recurrence: static
         policy: static
     """
@@ -39,6 +40,7 @@ class MixerCache:
     buffer: ReplayBuffer
     recurrence: Recurrence
     policy: ReplayPolicy
+    readout: Readout | None = None
 
     @property
     def num_slots(self) -> int:
@@ -52,12 +54,14 @@ class MixerCache:
             pointer=pointer,
             recurrence=self.recurrence,
             policy=self.policy,
+            readout=self.readout,
         )
 
     def reset(self, slots: Array) -> MixerCache:
         """Empties slots for new sequences; ``reset_pointer`` does the pointer's part. Padding in ``slots`` does nothing."""
         rows = scatter_index(check_slots(slots, self.num_slots), self.num_slots)
-        return dataclasses.replace(self, checkpoint=self.checkpoint.at[rows].set(0, mode="drop"))
+        checkpoint, readout = zero_slots((self.checkpoint, self.readout), rows)
+        return dataclasses.replace(self, checkpoint=checkpoint, readout=readout)
 
 
 def init_mixer_cache(
@@ -72,6 +76,7 @@ def init_mixer_cache(
         buffer=state.buffer,
         recurrence=recurrence,
         policy=policy,
+        readout=state.readout,
     )
 
 
@@ -103,4 +108,5 @@ def advance(
     """Runs a mixer's tokens through ``prefill`` or ``verify`` and stores the new ``conv``. Returns outputs [B, T, H, V]."""
     run = functools.partial(prefill_state if prefill else verify, implementation=implementation)
     state, out = over_heads(sharding, run, cache.state(pointer), tokens, slots, lengths)
-    return dataclasses.replace(cache, conv=conv, checkpoint=state.checkpoint, buffer=state.buffer), out
+    cache = dataclasses.replace(cache, conv=conv, checkpoint=state.checkpoint, buffer=state.buffer, readout=state.readout)
+    return cache, out

@@ -1,0 +1,73 @@
+"""The one rounding of a fold: a float32 state to the checkpoint's dtype, to nearest or by chance.
+
+Chance is a hash of what is being rounded, not of where: with ``mix`` a bijection of 32-bit integers and arithmetic mod 2^32,
+
+    stream  = mix(mix(mix(mix(seed + 0x9E3779B9) ^ request) ^ position) ^ head)
+    noise   = mix(stream ^ mix(v * K + k))
+
+for element [v, k] of a value head, where ``request`` is the slot's id in the pointer and ``position`` the tokens folded into
+the checkpoint, those of this fold included. It knows no slot, batch row or device: a request is rounded in the same way
+wherever it runs, and again after its slot has been copied.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from replayssm_jax.policy import ReplayPolicy
+from replayssm_jax.small_floats import BFLOAT16, FLOAT16, round_to
+
+Array = jax.Array
+
+
+def round_checkpoint(state: Array, policy: ReplayPolicy, request: Array, position: Array, first_head: Array | int = 0) -> Array:
+    """A float32 state as its checkpoint will hold it. Saturates at the dtype's largest finite value, keeps NaN.
+
+    Args:
+        state: [B, H, V, K] float32
+        policy: has checkpoint_dtype, rounding and seed.
+        request: the pointer's, of each row. [B] int32
+        position: tokens that the state has seen. [B] int32
+        first_head: number of the state's first value head, where it holds a device's share of them. int32
+
+    Returns:
+        [B, H, V, K] checkpoint_dtype
+    """
+    dtype = policy.checkpoint_dtype
+    if dtype == jnp.float32:
+        return state
+    if policy.rounding == "nearest":
+        limit = float(jnp.finfo(dtype).max)
+        return jnp.clip(state, -limit, limit).astype(dtype)
+    _, heads, values, keys = state.shape
+    noise = checkpoint_noise(policy.seed, request, position, first_head + jnp.arange(heads), values * keys)
+    target = FLOAT16 if dtype == jnp.float16 else BFLOAT16
+    return lax.bitcast_convert_type(round_to(state, target, noise.reshape(state.shape)), dtype)
+
+
+def checkpoint_noise(seed: int, request: Array, position: Array, heads: Array, count: int) -> Array:
+    """Uniform bits for ``count`` elements of every row and head, by the equation above.
+
+    Args:
+        seed: 0 to 2**32 - 1.
+        request, position: [B] int32
+        heads: numbers of the value heads. [H] int32
+        count: V * K
+
+    Returns:
+        [B, H, count] uint32
+    """
+    stream = _mix(jnp.uint32((seed + 0x9E3779B9) % 2**32))
+    for part in (request[:, None], position[:, None], heads):
+        stream = _mix(stream ^ part.astype(jnp.uint32))
+    return _mix(stream[..., None] ^ _mix(jnp.arange(count, dtype=jnp.uint32)))
+
+
+def _mix(x: Array) -> Array:
+    """A bijection of uint32 in which every bit of x turns every bit of the result with a probability of about a half.
+
+    Source: C. Wellons, Prospecting for hash functions (``lowbias32``).
+    """
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
