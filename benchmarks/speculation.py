@@ -152,7 +152,7 @@ def main() -> int:
     for family in options.families.split(","):
         recurrence, batch = FAMILIES[family], options.batch
         if options.tiny:
-            heads = {"num_value_heads": 4, "num_key_heads": 4 if recurrence.gate == "channel" else 2}
+            heads: dict[str, Any] = {"num_value_heads": 4, "num_key_heads": 4 if recurrence.gate == "channel" else 2}
             recurrence, batch = dataclasses.replace(recurrence, **heads), min(batch, 4)
         for drafts in map(int, options.drafts.split(",")):
             window = max(options.window, 2 * (drafts + 1))

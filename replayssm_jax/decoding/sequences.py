@@ -179,6 +179,10 @@ def put(sequences: Sequences, slot: Array, memory: tuple[ModelCache, Any] | None
         )
     else:
         cache, drafting = jax.tree.map(set_row, pools, memory)
+    # what rounds stochastically draws by the request's own seed, as its samples do
+    seed = jax.lax.bitcast_convert_type(jnp.asarray(fields["sampling"].seed), jnp.int32)
+    pointer = dataclasses.replace(cache.pointer, request=set_row(cache.pointer.request, seed))
+    cache = dataclasses.replace(cache, pointer=pointer)
     own = {name: getattr(sequences, name) for name in fields}
     zero = jax.tree.map(lambda pool: set_row(pool, 0), sequences.counts)
     return dataclasses.replace(sequences, cache=cache, drafting=drafting, counts=zero, **jax.tree.map(set_row, own, fields))

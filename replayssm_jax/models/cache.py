@@ -30,7 +30,12 @@ class ModelCache:
     def num_slots(self) -> int:
         return self.pointer.num_slots
 
-    def reset(self, slots: Array) -> ModelCache:
-        """Empties slots for new sequences; values outside [0, N) are padding. ``slots`` [B] int"""
+    def reset(self, slots: Array, request: Array | None = None) -> ModelCache:
+        """Empties slots for new sequences.
+
+        Args:
+            slots: values outside [0, N) are padding. [B] int
+            request: ids of the sequences, which key stochastic rounding; None for 0. [B] int
+        """
         layers = tuple(None if layer is None else layer.reset(slots) for layer in self.layers)
-        return dataclasses.replace(self, layers=layers, pointer=reset_pointer(self.pointer, slots))
+        return dataclasses.replace(self, layers=layers, pointer=reset_pointer(self.pointer, slots, request))

@@ -165,7 +165,12 @@ class Decoder(nnx.Module):
         policy = ReplayPolicy(record_dtype=self.dtype) if policy is None else policy
 
         def make() -> ModelCache:
-            layers = tuple(layer.init_cache(num_slots, max_length, policy) for layer in self.layers)
+            # layers draw from different seeds where they round stochastically
+            seeds = ((policy.seed + i) % 2**32 for i in range(len(self.layers)))
+            policies = (dataclasses.replace(policy, seed=seed) if policy.rounding == "stochastic" else policy for seed in seeds)
+            layers = tuple(
+                layer.init_cache(num_slots, max_length, own) for layer, own in zip(self.layers, policies, strict=True)
+            )
             return ModelCache(layers=layers, pointer=init_pointer(num_slots, policy.window, policy.max_draft))
 
         return make() if self.sharding is None else self.sharding.make_pool(make)
