@@ -16,6 +16,7 @@ import pathlib
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,16 +41,17 @@ def main(arguments: list[str] | None = None) -> None:
         "bin": options.bin,
         "measurements": [],
     }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for family in options.families.split(","):
-        result["measurements"] += measure_family(family, chosen, options)
-        # after every family, so that a run that is stopped leaves what it has
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
-        draw(result, options.out.with_suffix(".svg"))
+        for measured in measure_family(family, chosen, options):
+            result["measurements"].append(measured)
+            # after every variant, so that a run that is stopped leaves what it has
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, options.out.with_suffix(".svg"))
     print(f"{options.out} and {options.out.with_suffix('.svg')} written")
 
 
-def measure_family(family: str, chosen: list[Variant], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_family(family: str, chosen: list[Variant], options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One entry per text and variant."""
     begin = time.monotonic()
 
@@ -71,12 +73,10 @@ def measure_family(family: str, chosen: list[Variant], options: argparse.Namespa
         )
         compiled = dict(zip((BASE, *chosen), runs, strict=True))
     done(f"{len(compiled)} variants compiled")
-    entries = []
     for name, tokens in texts.items():
         done(f"{name}: {tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens")
-        found = measure.compare(model, compiled, tokens, options.piece, options.drafts, done)
-        entries += [entry(family, name, variant, *arrays, options) for variant, arrays in found.items()]
-    return entries
+        for variant, kl, other in measure.compare(model, compiled, tokens, options.piece, options.drafts, done):
+            yield entry(family, name, variant, kl, other, options)
 
 
 def entry(

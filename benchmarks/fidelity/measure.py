@@ -7,7 +7,7 @@ by itself, token by token, after a prompt of held-out text; every variant is the
 between predictions of the same next token only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -88,20 +88,18 @@ def divergence(base: Array, other: Array) -> tuple[Array, Array]:
 
 def compare(
     model: Decoder, runs: dict[Variant, Piece], tokens: np.ndarray, piece: int, drafts: int, done: Callable[[str], None]
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Divergence of every variant from the base by position: (KL [B, N], other likeliest token [B, N]) by name."""
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Divergence of every variant from the base by position: its name, KL [B, N], other likeliest token [B, N]."""
     base: Sequence[Array] = predictions(model, BASE, runs[BASE], tokens, piece, drafts, lambda _, logs: logs)
     jax.block_until_ready(base)
     done(BASE.name)
-    found = {}
     for variant, run in runs.items():
         if variant is BASE:
             continue
         pairs = predictions(model, variant, run, tokens, piece, drafts, lambda number, logs: divergence(base[number], logs))
         kl, other = (np.concatenate([np.asarray(x) for x in column], axis=1) for column in zip(*pairs, strict=True))
-        found[variant.name] = kl, other
         done(f"{variant.name}: {kl.mean():.2e}")
-    return found
+        yield variant.name, kl, other
 
 
 def generate(model: Decoder, prompts: np.ndarray, count: int, seed: int) -> np.ndarray:
