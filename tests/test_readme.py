@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from replayssm_jax.decoding.text import ByteTokenizer
 from replayssm_jax.mixers import Mamba2, Mamba2Config
+from replayssm_jax.models import from_pretrained
 
 ROOT = pathlib.Path(__file__).parent.parent
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
 def test_readme_has_the_blocks_tested_here():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 def test_readme_core_example_runs():
@@ -46,3 +48,14 @@ def test_readme_model_example_runs():
     names |= {"drafts": jnp.ones((8, 1), jnp.int32), "accepted": 1}
     exec(source, names)
     assert names["logits"].shape == (8, 1, 128)
+
+
+def test_readme_decoding_example_runs(capsys):
+    model = from_pretrained(ROOT / "tests/goldens/qwen3_5")
+    names: dict = {"model": model, "tokenizer": ByteTokenizer(128)}
+    exec(BLOCKS[3], names)
+    assert len(names["answer"].tokens) == 80
+    assert names["request"].done
+    assert capsys.readouterr().out == names["request"].text
+    names["engine"].run()
+    assert names["fork"].done
