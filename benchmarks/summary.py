@@ -1,4 +1,4 @@
-"""Writes benchmarks/results/summary.json, the headline figures of the GPU kernels, from the files that hold their samples.
+"""Writes benchmarks/results/summary.json, the headline figures, from the files that hold their samples.
 
 python benchmarks/summary.py
 """
@@ -13,9 +13,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.fidelity.plot import headline  # noqa: E402
 from benchmarks.plots import HEADLINE, RESULTS, best, select, time_of  # noqa: E402
 
-SOURCE = "kernels_h200.json"
+SOURCE, FIDELITY = "kernels_h200.json", "fidelity_h200.json"
 Entry = dict[str, Any]
 
 
@@ -58,13 +59,21 @@ def figures(results: Entry) -> dict[str, float]:
     return found
 
 
+def describe(found: dict[str, float], unit: str, results: Entry, source: str) -> dict[str, Entry]:
+    about = {"unit": unit, "device": results["device"], "date": results["date"], "source": f"benchmarks/results/{source}"}
+    return {name: {"value": value, **about} for name, value in found.items()}
+
+
 def main() -> None:
     results = json.loads((RESULTS / SOURCE).read_text())
-    about = {"unit": "ratio", "device": results["device"], "date": results["date"], "source": f"benchmarks/results/{SOURCE}"}
-    summary = {name: {"value": value, **about} for name, value in figures(results).items()}
+    summary = describe(figures(results), "ratio", results, SOURCE)
+    if (RESULTS / FIDELITY).exists():
+        results = json.loads((RESULTS / FIDELITY).read_text())
+        divergences = {f"{name}_128k": float(f"{value:.4g}") for name, value in headline(results).items()}
+        summary |= describe(divergences, "nats", results, FIDELITY)
     (RESULTS / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for name, entry in summary.items():
-        print(f"{name:45s} {entry['value']:.3f}")
+        print(f"{name:45s} {entry['value']:.4g}")
 
 
 if __name__ == "__main__":
