@@ -19,9 +19,8 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-@pytest.fixture
-def quick_compiles():
-    """For programs that are tiny and many: compiling them is what takes the time."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture(autouse=True, scope="session")
+def quick_compiles(request):
+    """On a CPU programs are tiny and many, and compiling them is what takes the time. ``make aot`` compiles for a GPU."""
+    if jax.default_backend() == "cpu" and request.config.getoption("markexpr") != "aot":
+        jax.config.update("jax_disable_most_optimizations", True)

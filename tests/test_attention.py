@@ -1,5 +1,6 @@
 """Full attention beside the recurrent layers: cached by position, causal, blind to whatever is dead."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 @functools.partial(quick_jit, static_argnames="ahead")
 def attend(cache, q, k, v, origin, slots, lengths, ahead=0):
     pointer = init_pointer(cache.key.shape[0], 2, 1)
-    pointer = type(pointer)(length=pointer.length, origin=origin, window=2, max_draft=1)
+    pointer = dataclasses.replace(pointer, origin=origin)
     return attend_cached(cache, q, k, v, pointer, slots, lengths)
 
 

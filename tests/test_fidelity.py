@@ -22,15 +22,6 @@ from tests.compare import relative_error, same_bits
 from tests.lockstep import FAST_COMPILE, jitted
 
 
-@pytest.fixture
-def quick_compilation():
-    """Compilation is all of a toy run's time, and no optimisation repays it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_toy_run_trains_measures_and_draws(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}. " for n in range(400)))

@@ -12,6 +12,7 @@ import pytest
 
 from replayssm_jax import generate as command
 from replayssm_jax.decoding import SamplingParams
+from tests.decoding_runs import solo
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEFAULTS = {"max_tokens": 8, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 5, "stop_tokens": ()}
@@ -24,8 +25,8 @@ def write(path: pathlib.Path, *lines) -> pathlib.Path:
 
 def start(prompts: pathlib.Path, out: pathlib.Path) -> subprocess.Popen:
     quick = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    flags = [f"--prompts={prompts}", f"--out={out}", "--slots=2", "--max_length=64", "--draft=lookup", "--drafts=3"]
-    call = [sys.executable, "-m", "replayssm_jax.generate", "examples/demo_model", *flags]
+    flags = [f"--prompts={prompts}", f"--out={out}", "--slots=2", "--max_length=128", "--draft=lookup", "--drafts=3"]
+    call = [sys.executable, "-m", "replayssm_jax.generate", "tests/goldens/qwen3_5", *flags]
     return subprocess.Popen(call, cwd=ROOT, env={**os.environ, **quick}, stderr=subprocess.PIPE, text=True)
 
 
@@ -33,11 +34,12 @@ def answers(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.xdist_group("decoding")
 def test_a_crash_loses_and_doubles_nothing(tmp_path):
-    """Killed when some answers are there, one of them cut short; run again it gives what an undisturbed run gives."""
-    lines = [{"id": f"q{i}", "prompt": "And the LORD said "[: 3 + i], "max_tokens": 6 + 3 * i} for i in range(12)]
+    """Killed when some answers are there, one of them cut short; run again it gives what solo runs give."""
+    lines = [{"id": f"q{i}", "prompt": "And the LORD said "[: 3 + i], "max_tokens": 6 + 9 * i} for i in range(12)]
     lines[3] = {"id": "bad", "tokens": [999]}
-    prompts, out, whole = write(tmp_path / "prompts.jsonl", *lines), tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    prompts, out = write(tmp_path / "prompts.jsonl", *lines), tmp_path / "out.jsonl"
     with start(prompts, out) as broken:
         while (not out.exists() or out.read_text().count("\n") < 4) and broken.poll() is None:
             time.sleep(0.01)
@@ -48,15 +50,16 @@ def test_a_crash_loses_and_doubles_nothing(tmp_path):
     out.write_text(before + '{"id": "q11", "prompt": "And the L')
     with start(prompts, out) as again:
         said = again.communicate()[1]
-    assert again.returncode == 1, said  # one prompt is bad
+    assert again.returncode == ('"bad"' not in before), said  # one prompt is bad
     assert "answered already" in said
     assert out.read_text().startswith(before)
-    with start(prompts, whole) as undisturbed:
-        undisturbed.communicate()
     assert sorted(answer["id"] for answer in answers(out)) == sorted(line["id"] for line in lines)
-    for mine, other in zip(*(sorted(answers(path), key=lambda x: x["id"]) for path in (out, whole)), strict=True):
-        assert {**mine, "logprobs": 0} == {**other, "logprobs": 0}
-    assert "999" in next(answer for answer in answers(out) if answer["id"] == "bad")["error"]
+    for line in lines:
+        answer = next(answer for answer in answers(out) if answer["id"] == line["id"])
+        if line["id"] == "bad":
+            assert "999" in answer["error"]
+        else:
+            assert tuple(answer["tokens"]) == solo(tuple(line["prompt"].encode()), line["max_tokens"])
 
 
 def test_lines_say_what_differs_from_the_flags(tmp_path):

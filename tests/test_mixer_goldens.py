@@ -26,9 +26,9 @@ def check_state(golden: MixerGolden, step: int, row: int, state: np.ndarray, his
 
 def check_unowned(run: Run) -> None:
     for slot in set(range(NUM_SLOTS)) - set(SLOTS):
-        *cache, length, origin = run.slot(slot)
+        *cache, length, origin, request = run.slot(slot)
         assert all(np.isnan(pool).all() for pool in cache), f"slot {slot} was written"
-        assert length == origin == 0
+        assert length == origin == request == 0
 
 
 def check_rounds(golden: MixerGolden, run: Run, plan: DraftPlan, rng: np.random.Generator) -> None:
