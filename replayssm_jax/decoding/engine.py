@@ -14,7 +14,6 @@ An engine belongs to one thread.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ import numpy as np
 from replayssm_jax.decoding.drafters import Drafter
 from replayssm_jax.decoding.engine_config import EngineConfig, TooLongError, default_policy, encode, fit
 from replayssm_jax.decoding.pool import Grown, Pool
+from replayssm_jax.decoding.prefixes import Prefixes
 from replayssm_jax.decoding.requests import Request, State
 from replayssm_jax.decoding.sampling import SamplingParams
 from replayssm_jax.decoding.sequences import Status
@@ -82,7 +82,7 @@ class Engine:
         self.waiting: list[Request] = []
         self.slots: list[Request | None] = [None] * self.config.num_slots
         self.paused: list[Request] = []
-        self.prefixes: collections.OrderedDict[tuple[int, ...], Any] = collections.OrderedDict()
+        self.prefixes = Prefixes(self.config.max_prefixes)
         self.next_number = 0
 
     # requests
@@ -211,6 +211,8 @@ class Engine:
         if not running:
             return []
         rounds = self.config.rounds_per_step if max_rounds is None else max_rounds
+        if self.pool.unread.any():  # nobody's prompt waits for the others' answers
+            rounds = min(rounds, self.config.rounds_per_step)
         # whoever waits for a slot is let in as soon as one is free
         least = len(running) if self.waiting else 1
         self.pool.decode(rounds, least)
@@ -230,17 +232,11 @@ class Engine:
 
     def _place(self, request: Request, slot: int) -> None:
         text, memory = (*request.prompt, *request.tokens), request.memory
-        if memory is None and (prefix := self._longest_prefix(text)):
-            memory = self.prefixes[prefix]
-            self.prefixes.move_to_end(prefix)
+        memory = self.prefixes.find(text) if memory is None else memory
         self.pool.place(slot, text, request.limit, request.params, memory)
         request.state, request.memory, self.slots[slot] = State.RUNNING, None, request
         if not self.pool.unread[slot]:
             self._prompt_read(slot)
-
-    def _longest_prefix(self, text: tuple[int, ...]) -> tuple[int, ...] | None:
-        fitting = (p for p in self.prefixes if len(p) < len(text) and text[: len(p)] == p)
-        return max(fitting, key=len, default=None)
 
     def _read_prompts(self) -> None:
         unread = np.flatnonzero(self.pool.unread).tolist()
@@ -253,10 +249,7 @@ class Engine:
         """What waits for a prompt to have been read: its forks, or a prefix to be stored."""
         request = self._in(slot)
         if request.prefix_only:
-            self.prefixes[request.prompt[:-1]] = self.pool.take(slot)
-            self.prefixes.move_to_end(request.prompt[:-1])
-            while len(self.prefixes) > self.config.max_prefixes:
-                self.prefixes.popitem(last=False)
+            self.prefixes.store(request.prompt[:-1], self.pool.take(slot))
             self._end(request, State.FINISHED, "length")
         elif request.followers:
             memory = self.pool.take(slot)

@@ -46,7 +46,7 @@ def save(engine: Engine, folder: str | pathlib.Path) -> None:
     for request in requests:
         if request.memory is not None:
             arrays |= _named(f"memory{request.number}", request.memory)
-    for i, memory in enumerate(engine.prefixes.values()):
+    for i, memory in enumerate(engine.prefixes.memories):
         arrays |= _named(f"prefix{i}", memory)
     rest = {
         "format": _FORMAT,
@@ -91,7 +91,7 @@ def restore(
     engine.pool.restore(_unnamed("slots", arrays, engine.pool.sequences, folder))
     row = jax.eval_shape(take, engine.pool.sequences, jnp.int32(0))
     for i, prefix in enumerate(rest["prefixes"]):
-        engine.prefixes[tuple(prefix)] = _unnamed(f"prefix{i}", arrays, row, folder)
+        engine.prefixes.store(tuple(prefix), _unnamed(f"prefix{i}", arrays, row, folder))
     engine.next_number = rest["next_number"]
     requests = {r["number"]: _revive(engine, r, row, arrays, folder) for r in rest["requests"]}
     followers = {number for described in rest["requests"] for number in described["followers"]}
