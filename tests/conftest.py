@@ -1,10 +1,16 @@
 """Randomness of the tests: fresh at every run, printed when a test fails, repeated with ``--seed``."""
 
+import gc
+import itertools
+import pathlib
 import secrets
 
 import jax
 import numpy as np
 import pytest
+
+_MAPS = pathlib.Path("/proc/self/maps")
+_tests = itertools.count(1)
 
 
 def pytest_addoption(parser):
@@ -17,6 +23,15 @@ def rng(request) -> np.random.Generator:
     seed = secrets.randbits(32) if seed is None else seed
     print(f"repeat with --seed={seed}")  # pytest shows it with a failure
     return np.random.default_rng(seed)
+
+
+@pytest.fixture(autouse=True)
+def few_programs():
+    """A process may map 65,530 pieces of memory and crashes at the next one; every compiled program takes a few."""
+    yield
+    if next(_tests) % 25 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 40_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -11,7 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}  # most of the time is compilation
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **quick}
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
@@ -42,3 +43,11 @@ def test_swap_mixer_decodes_the_same_before_and_after():
     done = run("examples/swap_mixer.py")
     assert done.returncode == 0, done.stderr
     assert "relative difference" in done.stdout
+
+
+def test_speculation_gives_the_plain_text_in_fewer_rounds():
+    """On text that repeats itself more than 1.5 tokens per round."""
+    done = run("examples/speculative_decode.py", "--max_tokens=120", "--drafts=3")
+    assert done.returncode == 0, done.stderr
+    assert "all 120 tokens equal plain decoding's" in done.stderr
+    assert float(done.stderr.split(" tokens per round")[0].split()[-1]) > 1.5
