@@ -34,8 +34,8 @@ def few_programs():
         gc.collect()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_compiles(request):
-    """On a CPU programs are tiny and many, and compiling them is what takes the time. ``make aot`` compiles for a GPU."""
-    if jax.default_backend() == "cpu" and request.config.getoption("markexpr") != "aot":
-        jax.config.update("jax_disable_most_optimizations", True)
+    """On a CPU programs are tiny and many, and compiling them is what takes the time; where not, a test is marked optimised."""
+    quick = jax.default_backend() == "cpu" and not request.node.get_closest_marker("optimised")
+    jax.config.update("jax_disable_most_optimizations", quick and request.config.getoption("markexpr") != "aot")

@@ -13,7 +13,7 @@ from replayssm_jax.decoding import Engine, PromptLookup, SamplingParams, State, 
 from replayssm_jax.decoding.text import ByteTokenizer
 from replayssm_jax.models import from_pretrained
 
-pytestmark = pytest.mark.xdist_group("decoding")
+pytestmark = pytest.mark.optimised
 
 REQUESTS, SLOTS, LONGEST = 2000, 32, 8
 PHRASES = [
@@ -111,9 +111,9 @@ def test_two_thousand_requests(demo, solo, rng):
         tokenizer=ByteTokenizer(256),
         num_slots=SLOTS,
         max_length=64,
-        prefill_chunk=16,
-        prefill_rows=SLOTS,
-        rounds_per_step=6,
+        prefill_chunk=32,
+        prefill_rows=16,
+        rounds_per_step=3,
     )
     engine.add_prefix(PHRASES[1][:20])
     day, arrays = Day(engine, rng), []
