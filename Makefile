@@ -5,7 +5,7 @@ PY := .venv/bin/python
 ARGS ?=
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint types pytest aot format clean setup-run setup-test setup-aot
+.PHONY: help demo test lint types pytest long aot format clean setup-run setup-test setup-aot
 .NOTPARALLEL:
 
 help: ## list the targets
@@ -29,6 +29,10 @@ types: setup-test ## mypy
 pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+
+long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 5 minutes)
+	@echo "Running the long tests"
+	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 -m long $(PYTEST_ARGS)
 
 # The compiler's Python packages are kept out of .venv: where jax sees its CUDA plugin it wants a GPU and all of CUDA.
 aot: setup-aot ## compile the GPU kernels for an H200, no GPU needed, and check what they take

@@ -34,8 +34,9 @@ def few_programs():
         gc.collect()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compiles(request):
-    """On a CPU programs are tiny and many, and compiling them is what takes the time; where not, a test is marked optimised."""
-    quick = jax.default_backend() == "cpu" and not request.node.get_closest_marker("optimised")
-    jax.config.update("jax_disable_most_optimizations", quick and request.config.getoption("markexpr") != "aot")
+@pytest.fixture
+def quick_compiles():
+    """For programs that are tiny and many: compiling them is what takes the time."""
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

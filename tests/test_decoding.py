@@ -11,13 +11,15 @@ from replayssm_jax.decoding.text import ByteTokenizer
 from tests.decoding_runs import MODELS, SIZES, answers, drafter, engine, model, prompts, recorded, solo
 
 # one worker, which compiles every program once
-pytestmark = pytest.mark.xdist_group("decoding")
+pytestmark = [pytest.mark.xdist_group("decoding"), pytest.mark.usefixtures("quick_compiles")]
 
 GREEDY = SamplingParams(max_tokens=48)
 DRAFTERS = {"qwen3_5": ("plain", "itself", "mtp"), "qwen3_next": ("mtp",), "kimi_linear": ("smaller",)}
 
 
-@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize(
+    "family", [name if name in ("qwen3_5", "mamba2") else pytest.param(name, marks=pytest.mark.long) for name in MODELS]
+)
 def test_every_way_gives_the_recorded_tokens(family, rng):
     """Plain, with each drafter, and through an engine into which requests come at random."""
     texts, expected = recorded(family)

@@ -45,6 +45,7 @@ def test_swap_mixer_decodes_the_same_before_and_after():
     assert "relative difference" in done.stdout
 
 
+@pytest.mark.long
 def test_speculation_gives_the_plain_text_in_fewer_rounds():
     """On text that repeats itself more than 1.5 tokens per round."""
     done = run("examples/speculative_decode.py", "--max_tokens=120", "--drafts=3")

@@ -34,7 +34,7 @@ def answers(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.xdist_group("decoding")
+@pytest.mark.long
 def test_a_crash_loses_and_doubles_nothing(tmp_path):
     """Killed when some answers are there, one of them cut short; run again it gives what solo runs give."""
     lines = [{"id": f"q{i}", "prompt": "And the LORD said "[: 3 + i], "max_tokens": 6 + 9 * i} for i in range(12)]

@@ -50,6 +50,7 @@ def test_readme_model_example_runs():
     assert names["logits"].shape == (8, 1, 128)
 
 
+@pytest.mark.usefixtures("quick_compiles")
 def test_readme_decoding_example_runs(capsys):
     model = from_pretrained(ROOT / "tests/goldens/qwen3_5")
     names: dict = {"model": model, "tokenizer": ByteTokenizer(128)}
