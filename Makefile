@@ -28,7 +28,7 @@ types: setup-test ## mypy
 # On a CPU unless the caller says otherwise: what a test needs of an accelerator, it says itself.
 pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
-	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 5 minutes)
 	@echo "Running the long tests"

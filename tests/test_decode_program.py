@@ -13,7 +13,7 @@ from replayssm_jax.decoding.pool import _decode
 from replayssm_jax.mixers import MixerCache
 from tests.decoding_runs import engine
 
-pytestmark = [pytest.mark.xdist_group("decoding"), pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # What hands an array on, or names a part of it, and writes nothing.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier")

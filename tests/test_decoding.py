@@ -10,8 +10,7 @@ from replayssm_jax.decoding import Delta, Engine, PromptLookup, RequestError, Sa
 from replayssm_jax.decoding.text import ByteTokenizer
 from tests.decoding_runs import MODELS, SIZES, answers, drafter, engine, model, prompts, recorded, solo
 
-# one worker, which compiles every program once
-pytestmark = [pytest.mark.xdist_group("decoding"), pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 GREEDY = SamplingParams(max_tokens=48)
 DRAFTERS = {"qwen3_5": ("plain", "itself", "mtp"), "qwen3_next": ("mtp",), "kimi_linear": ("smaller",)}

@@ -12,7 +12,7 @@ from replayssm_jax.decoding import RequestError, SamplingParams, State, TooLongE
 from replayssm_jax.decoding.text import ByteTokenizer
 from tests.decoding_runs import SIZES, engine, model, prompts, solo
 
-pytestmark = [pytest.mark.xdist_group("decoding"), pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 TEN = SamplingParams(max_tokens=10)
 

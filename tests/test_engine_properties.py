@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from replayssm_jax.decoding import SamplingParams, State, restore, save
 from tests.decoding_runs import engine, model, solo
 
-pytestmark = [pytest.mark.xdist_group("decoding"), pytest.mark.usefixtures("quick_compiles")]
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # Few, so that solo runs are shared: a token, shorter and longer than a piece, repetitive and not, some with one beginning.
 PROMPTS = [(3,), (7, 8) * 9, tuple(range(20)), (*range(20), 5, 5, 5), tuple(np.resize([1, 2, 3, 4], 41).tolist()), (90, 1, 55)]
@@ -103,4 +103,4 @@ EngineMachine.TestCase.settings = hypothesis.settings(
     max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.pytestmark = pytestmark
+TestEngineMachine.pytestmark = [pytestmark]

@@ -14,7 +14,15 @@ GOLDENS = pathlib.Path(__file__).parent / "goldens"
 FOLDERS = sorted(path for path in GOLDENS.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+# One of each kind here, all of them in `make long`.
+QUICK = ("glm5_next_kda", "mamba2", "qwen3_5")
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [path if path.name in QUICK else pytest.param(path, marks=pytest.mark.long) for path in FOLDERS],
+    ids=lambda path: path.name,
+)
 def test_golden_folder_is_reproduced(folder):
     lines = list(check_folder(folder, "float32", None))
     assert lines
