@@ -6,7 +6,7 @@
 A round verifies the next token and D drafts of every sequence and keeps a random number of them. Both ways see the same tokens
 and keep the same ones, and their outputs are compared before anything is timed. The snapshot way is what serving engines do
 without replay: the plain recurrence token by token, the state kept after each of them, and the one that was accepted copied
-back (it is this file's own, in jnp; ``peers.py`` times the published kernels). Rounds run in a loop on the device, as many as
+back (in jnp, by the law itself; ``peers.py`` times the published kernels). Rounds run in a loop on the device, as many as
 fold every sequence's ring several times, so that flushes are in the mean. Time is wall clock over the loop.
 """
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from replayssm_jax import Recurrence, ReplayPolicy, Tokens, commit, init_state, verify  # noqa: E402
-from replayssm_jax.recurrence import scaled  # noqa: E402
+from replayssm_jax.recurrence import recurrent_token  # noqa: E402
 
 Array = jax.Array
 ROUNDS, REPEATS, TOLERANCE = 32, 5, 2e-2  # outputs are bfloat16
@@ -84,13 +84,8 @@ def snapshot_rounds(state: Array, recurrence: Recurrence, count: int, rounds: in
     r, batch = recurrence, state.shape[0]
 
     def token(state: Array, x: Tokens) -> tuple[Array, tuple[Array, Array]]:
-        q, k = (jnp.repeat(scaled(a, s), r.group_size, axis=1) for a, s in ((x.q, x.q_scale), (x.k, x.k_scale)))
-        decay = jnp.exp(x.log_decay)
-        state = state * (decay[..., None, :] if r.gate == "channel" else decay[..., None, None])
-        known = jnp.sum(state * k[:, :, None], axis=-1) if r.delta_rule else 0.0
-        u = x.beta[..., None] * (x.v.astype(jnp.float32) - known)
-        state = state + u[..., None] * k[:, :, None]
-        return state, (state, jnp.sum(state * q[:, :, None], axis=-1).astype(x.v.dtype))
+        state, _, out = recurrent_token(recurrence, state, x)
+        return state, (state, out.astype(x.v.dtype))
 
     def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         state, _ = carry

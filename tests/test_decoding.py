@@ -3,11 +3,15 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from replayssm_jax.decoding import Delta, Engine, PromptLookup, RequestError, SamplingParams, generate, stream
 from replayssm_jax.decoding.text import ByteTokenizer
+from replayssm_jax.mixers.parts import linear
+from replayssm_jax.models import Decoder
 from tests.decoding_runs import MODELS, SIZES, answers, drafter, engine, model, prompts, recorded, solo
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -174,8 +178,8 @@ def test_mistakes_are_named():
 
 
 def test_a_failure_is_that_prompts_alone():
-    """The model's weights make one token's logits infinite."""
-    broken = from_golden_with_infinite_embedding(77)
+    """The model's weights make the logits after one token NaN."""
+    broken = with_an_embedding_of_nan(77)
     texts = [(1, 2, 3), (1, 77, 3), (4, 5, 6)]
     good = generate(model("mamba2"), texts, SamplingParams(max_tokens=6), **SIZES)
     got = generate(broken, texts, SamplingParams(max_tokens=6), **SIZES)
@@ -186,22 +190,14 @@ def test_a_failure_is_that_prompts_alone():
         list(stream(broken, texts, SamplingParams(max_tokens=6), **SIZES))
 
 
-def from_golden_with_infinite_embedding(token: int):
-    from flax import nnx
-
-    broken = nnx.clone(model("mamba2"))
-    broken.embed_tokens.set_value(broken.embed_tokens.get_value().at[token].set(np.nan))
-    if broken.lm_head is None:  # the head shares the embedding: only its input may be broken
-        broken.lm_head = _Head(model("mamba2").embed_tokens.get_value())
+def with_an_embedding_of_nan(token: int) -> Decoder:
+    """The mamba2 golden; its head, which shares the embedding, is made a matrix of its own and stays whole."""
+    broken, embedding = nnx.clone(model("mamba2")), model("mamba2").embed_tokens.get_value()
+    broken.embed_tokens.set_value(embedding.at[token].set(np.nan))
+    if broken.lm_head is None:
+        broken.lm_head = linear(*embedding.shape[::-1], dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+        broken.lm_head.kernel.set_value(embedding.T)
     return broken
-
-
-def _Head(embedding):
-    from flax import nnx
-
-    head = nnx.Linear(embedding.shape[1], embedding.shape[0], use_bias=False, precision="highest", rngs=nnx.Rngs(0))
-    head.kernel.set_value(embedding.T)
-    return head
 
 
 def test_params_are_kept_as_they_are():

@@ -143,6 +143,17 @@ def test_a_parents_end_does_not_take_waiting_forks_along(rng):
     assert forks[0].state is State.CANCELLED
 
 
+def test_a_paused_parent_does_not_keep_its_forks_waiting(rng):
+    """Nor whoever waits for their result."""
+    runs = engine()
+    parent = runs.submit(prompts(rng, 1, 60)[0], TEN)
+    fork = runs.fork(parent)
+    runs.pause(parent)
+    fork.result()
+    check([fork])
+    assert parent.state is State.PAUSED
+
+
 def test_a_prefix_is_read_once_and_starts_many_prompts(rng):
     """Case B 26: ring and pointer come along; the longest fitting prefix is taken, and a whole prompt is none."""
     runs = engine(max_prefixes=2)

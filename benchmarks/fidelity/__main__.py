@@ -4,8 +4,7 @@
         [--sequences=4] [--generated=16384] [--weights=.runs/fidelity] [--dtype=float32]
 
 Weights come from ``benchmarks.fidelity.train``. Activations are float32 unless --dtype says otherwise, so that what is seen is
-the state's rounding and not an activation's. The figure lies beside --out. A step of so small a model is bound by launches, so
-families run as fast side by side, a process for each; ``plot`` puts their results together.
+the state's rounding and not an activation's. The figure lies beside --out. ``plot`` puts the results of several runs together.
 """
 
 import argparse

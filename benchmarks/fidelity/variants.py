@@ -89,13 +89,9 @@ VARIANTS = (
 
 
 def init_cache(model: Decoder, variant: Variant, sequences: int, drafts: int) -> ModelCache:
-    """Fresh slots; every layer rounds by a seed of its own, every sequence by its number."""
+    """Fresh slots; every sequence rounds by its number."""
     fields: dict[str, Any] = dict(variant.policy)
     policy = ReplayPolicy(window=2 * drafts, max_draft=drafts, record_dtype=model.dtype, **fields)
     cache = model.init_cache(sequences, 1, policy)
-    layers = tuple(
-        dataclasses.replace(layer, policy=dataclasses.replace(policy, seed=number)) if isinstance(layer, MixerCache) else layer
-        for number, layer in enumerate(cache.layers)
-    )
     pointer = dataclasses.replace(cache.pointer, request=jnp.arange(sequences, dtype=jnp.int32))
-    return dataclasses.replace(cache, layers=layers, pointer=pointer)
+    return dataclasses.replace(cache, pointer=pointer)

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from replayssm_jax.decoding.engine_config import default_policy
 from replayssm_jax.decoding.sampling import DRAFT, adjust, draw, token_keys
 from replayssm_jax.models.cache import ModelCache
 from replayssm_jax.models.decoder import Decoder
 from replayssm_jax.models.qwen3_5_mtp import Qwen3_5MTP
 from replayssm_jax.pointer import ReplayPointer, init_pointer
-from replayssm_jax.state import ReplayPolicy
 from replayssm_jax.trees import check_positive_int
 
 if TYPE_CHECKING:
@@ -150,14 +150,12 @@ class SmallModel(Drafter):
     Args:
         model: a decoder.
         num_drafts: D
-        window: ring rows of its recurrent layers, at least 2 (D + 1); None for the default.
     """
 
-    def __init__(self, model: Decoder, num_drafts: int = 4, *, window: int | None = None):
+    def __init__(self, model: Decoder, num_drafts: int = 4):
         check_positive_int("num_drafts", num_drafts)
         self.model, self.num_drafts = model, num_drafts
-        window = max(16, 2 * (num_drafts + 1)) if window is None else window
-        self.policy = ReplayPolicy(window=window, max_draft=num_drafts + 1, record_dtype=model.dtype)
+        self.policy = default_policy(model, num_drafts)
 
     def check(self, model: Decoder) -> None:
         if self.model.config.vocab_size != model.config.vocab_size:

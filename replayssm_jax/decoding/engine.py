@@ -127,7 +127,7 @@ class Engine:
             raise ValueError(f"request {request.number} is {request.state.value}: there is nothing to fork")
         params = request.params if seed is None else dataclasses.replace(request.params, seed=seed)
         fork = Request(self, self._number(), request.prompt, params, request.priority)
-        fork.inherit(request)
+        fork.restore_answer(request.tokens, request.logprobs)
         slot = self.slot_of(request)
         unread = request.memory is None if slot is None else bool(self.pool.unread[slot])
         if unread:
@@ -149,6 +149,7 @@ class Engine:
             raise ValueError(f"request {request.number} is {request.state.value}: there is nothing to pause")
         self._evict(request)
         self._unqueue(request)
+        self._release_forks(request)  # or they would wait for as long as it is paused
         request.state = State.PAUSED
         self.paused.append(request)
 
@@ -252,11 +253,7 @@ class Engine:
             self.prefixes.store(request.prompt[:-1], self.pool.take(slot))
             self._end(request, State.FINISHED, "length")
         elif request.followers:
-            memory = self.pool.take(slot)
-            for fork in request.followers:
-                fork.memory = memory
-                self._queue(fork)
-            request.followers = []
+            self._release_forks(request, self.pool.take(slot))
 
     def _hand_out(self, running: list[int]) -> list[Request]:
         """Fetches what the device has generated and gives it to the requests."""
@@ -286,7 +283,12 @@ class Engine:
             self._free(slot, running=running)
         self._unqueue(request)
         request.finish(state, reason, error)
-        for fork in request.followers:  # its prompt will not be read for them
+        self._release_forks(request)
+
+    def _release_forks(self, request: Request, memory: Any = None) -> None:
+        """Queues the forks that wait for a request's prompt: with what has been read of it, or to read it themselves."""
+        for fork in request.followers:
+            fork.memory = memory
             self._queue(fork)
         request.followers = []
 

@@ -32,7 +32,7 @@ class EngineConfig:
         max_prefixes: most stored prefixes; the one unused for longest makes room.
         truncate: whether a request too long for a slot is cut to it, its answer first and then its prompt from the front,
             or refused.
-        implementation: as in ``replayssm_jax.verify``.
+        implementation: of the model, as in ``replayssm_jax.verify``; a drafting model takes the fastest that can.
 
     Raises:
         TypeError, ValueError: a size is no int of at least 1.

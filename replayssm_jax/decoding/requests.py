@@ -185,10 +185,6 @@ class Request:
         self.state, self.finish_reason, self.error, self.memory = state, reason, error, None
         self._text.close()
 
-    def inherit(self, parent: Request) -> None:
-        """Becomes what a fork of ``parent`` is: the same answer so far."""
-        self.restore_answer(parent.tokens, parent.logprobs)
-
     def restore_answer(self, tokens: list[int], logprobs: list[float]) -> None:
         """Takes an answer that another engine, or a parent, has generated."""
         self.extend(list(tokens), list(logprobs), stop_token=False)
