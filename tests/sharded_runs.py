@@ -3,7 +3,7 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.sharded_runs REQUEST...
 
 A request is ``folder:data:model`` or ``folder:data:model:prompt`` for a model, ``state:data:model`` for a state by itself,
-``rounded:data:model`` for one with a read-out copy and stochastic rounding.
+``rounded:data:model`` for one with a read-out copy and stochastic rounding, ``engine:data:model`` for continuous batching.
 It prints a JSON object of what it found per request.
 """
 
@@ -20,10 +20,12 @@ import numpy as np
 from flax import nnx
 
 import replayssm_jax as rs
+from replayssm_jax.decoding import Engine, SamplingParams
 from replayssm_jax.mixers import MixerCache
 from replayssm_jax.models import from_pretrained, shard
 from replayssm_jax.sharding import Sharding
 from tests.cases import Case, case_named, make_tokens
+from tests.decoding_runs import SIZES, drafter, recorded
 from tests.golden_data import ROOT
 from tests.mixer_runs import quick_jit
 
@@ -156,6 +158,22 @@ def run_rounded(data: int, model: int) -> dict[str, Any]:
     return {"differ": differ, "nonzero": float(np.mean(np.asarray(one.checkpoint)[used] != 0))}
 
 
+def run_engine(data: int, model: int) -> dict[str, Any]:
+    """Whether requests, more than there are slots, get their recorded answers from an engine over the mesh; and a fork."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    subject = from_pretrained(ROOT / "qwen3_5", mesh=jax.make_mesh((data, model), ("data", "model")))
+    texts, answers = recorded("qwen3_5")
+    engine = Engine(subject, drafter=drafter("lookup", "qwen3_5"), **SIZES | {"num_slots": 2 * data, "prefill_rows": 2 * data})
+    counts = [48, 48, 9, 5, 20, 3, 11]
+    requests = [engine.submit(texts[i % 2], SamplingParams(max_tokens=count)) for i, count in enumerate(counts)]
+    requests.append(engine.fork(requests[0]))
+    engine.step()
+    requests.append(engine.fork(requests[1]))
+    engine.run()
+    wanted = [*(answers[i % 2][:count] for i, count in enumerate(counts)), *answers]
+    return {"equal": [tuple(request.tokens) for request in requests] == wanted}
+
+
 def run_state(data: int, model: int) -> dict[str, Any]:
     """Every call on a state by itself, and rows whose slots lie in another shard, which are padding there."""
     sharding, rng = Sharding(jax.make_mesh((data, model), ("data", "model"))), np.random.default_rng(1)
@@ -181,7 +199,7 @@ def main(requests: list[str]) -> None:
     for request in requests:
         folder, data, model, *prompt = request.split(":")
         sizes = int(data), int(model)
-        states = {"state": run_state, "rounded": run_rounded}
+        states = {"state": run_state, "rounded": run_rounded, "engine": run_engine}
         found = states[folder](*sizes) if folder in states else run_model(folder, *sizes, bool(prompt))
         print(json.dumps({"request": request, **found}), flush=True)
 

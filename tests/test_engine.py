@@ -268,6 +268,15 @@ def test_a_saved_engine_wants_what_it_was_made_for(tmp_path):
         restore(tmp_path / "nowhere", model("qwen3_5"))
 
 
+def test_host_and_device_that_disagree_are_an_error_and_no_endless_loop():
+    runs = engine()
+    runs.submit((1, 2, 3), TEN)
+    runs._admit()
+    runs.pool.unread[:] = 0  # the host believes that the prompt has been read
+    with pytest.raises(RuntimeError, match=r"slots \[0\] should have been decoded"):
+        runs.run()
+
+
 def test_mistakes_are_named(rng):
     runs = engine()
     with pytest.raises(ValueError, match=r"stop=\('x',\) needs a tokenizer"):

@@ -53,7 +53,7 @@ class Engine:
 
     Raises:
         TypeError, ValueError: an option is unknown or out of range, the drafter does not fit the model, or the policy's
-            max_draft is less than a round's tokens.
+            max_draft is less than a round's tokens, or a mesh's data axis does not divide num_slots and prefill_rows.
     """
 
     def __init__(
@@ -217,7 +217,12 @@ class Engine:
         # whoever waits for a slot is let in as soon as one is free
         least = len(running) if self.waiting else 1
         self.pool.decode(rounds, least)
-        return self._hand_out(running)
+        news = self._hand_out(running)
+        if rounds > 0 and not news:  # or run() would wait for ever
+            raise RuntimeError(
+                f"the slots {running} should have been decoded and were not: host and device disagree about them"
+            )
+        return news
 
     def _admit(self) -> None:
         while self.waiting:
@@ -243,7 +248,7 @@ class Engine:
         unread = np.flatnonzero(self.pool.unread).tolist()
         first = sorted(unread, key=lambda slot: (-self._in(slot).priority, self._in(slot).number))
         if first:
-            for slot in self.pool.read(first[: self.config.prefill_rows]):
+            for slot in self.pool.read(first):
                 self._prompt_read(slot)
 
     def _prompt_read(self, slot: int) -> None:

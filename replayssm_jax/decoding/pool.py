@@ -17,6 +17,7 @@ from replayssm_jax.decoding.engine_config import EngineConfig
 from replayssm_jax.decoding.sampling import SamplingParams
 from replayssm_jax.decoding.sequences import Sequences, Status
 from replayssm_jax.models.decoder import Decoder
+from replayssm_jax.per_device import check_rows_divide
 from replayssm_jax.state import ReplayPolicy
 
 Array = jax.Array
@@ -40,10 +41,17 @@ class Pool:
         model, drafter: whose weights are read now.
         config: of the engine.
         policy: of the recurrent layers.
+
+    Raises:
+        ValueError: the model lies on a mesh whose data axis does not divide num_slots and prefill_rows.
     """
 
     def __init__(self, model: Decoder, drafter: Drafter, config: EngineConfig, policy: ReplayPolicy):
         self._config = config
+        self._shards = 1 if model.sharding is None else model.sharding.data_size
+        if model.sharding is not None:
+            check_rows_divide(model.sharding, "num_slots", config.num_slots)
+            check_rows_divide(model.sharding, "prefill_rows", config.prefill_rows)
         self._graph, self._weights = nnx.split((model, drafter))
         sizes = config.num_slots, config.max_length, policy, config.max_stop_tokens
         self.sequences = sequences.init_sequences(model, drafter, *sizes)
@@ -57,9 +65,22 @@ class Pool:
         self.unread[slot] = len(text) - 1 - read
 
     def read(self, slots: Sequence[int]) -> list[int]:
-        """Passes the next piece of up to ``prefill_rows`` texts through the model. Returns the slots that are now ready."""
-        rows = np.full(self._config.prefill_rows, self._config.num_slots, np.int32)
-        rows[: len(slots)] = slots
+        """Passes the next piece of the first texts through the model, as many as there are rows for.
+
+        On a mesh a row reads slots of its own data shard alone.
+
+        Args:
+            slots: that have something to read, in order of preference.
+
+        Returns:
+            Those that are now ready.
+        """
+        rows, size = np.full(self._config.prefill_rows, self._config.num_slots, np.int32), self._config.num_slots
+        by_shard = rows.reshape(self._shards, -1)
+        own = [[slot for slot in slots if slot * self._shards // size == i][: by_shard.shape[1]] for i in range(self._shards)]
+        for row, chosen in zip(by_shard, own, strict=True):
+            row[: len(chosen)] = chosen
+        slots = [slot for chosen in own for slot in chosen]
         chunk, implementation = self._config.prefill_chunk, self._config.implementation
         self.sequences = _prefill(self._graph, self._weights, self.sequences, rows, chunk, implementation)
         self.unread[slots] = np.maximum(self.unread[slots] - chunk, 0)
