@@ -60,11 +60,6 @@ def measure_family(family: str, chosen: list[Variant], options: argparse.Namespa
     model = load_model(options.weights / f"{family}.safetensors", options.dtype)
     chosen = [variant for variant in chosen if family != "mamba2" or not variant.delta_rule]
     _, held_out = read_text(options.text, options.held_out)
-    texts = {"held_out": measure.take_sequences(held_out, options.sequences, options.tokens)}
-    if options.generated:
-        prompts = texts["held_out"][:, : measure.PROMPT]
-        texts["generated"] = measure.generate(model, prompts, options.generated - prompts.shape[1], seed=0)
-        done(f"{options.generated:,} tokens written")
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         # compilation is most of a short run, and leaves Python's lock alone
         runs = pool.map(
@@ -72,7 +67,12 @@ def measure_family(family: str, chosen: list[Variant], options: argparse.Namespa
         )
         compiled = dict(zip((BASE, *chosen), runs, strict=True))
     done(f"{len(compiled)} variants compiled")
-    for name, tokens in texts.items():
+    read = measure.take_sequences(held_out, options.sequences, options.tokens)
+    for name in ("held_out", "generated") if options.generated else ("held_out",):
+        tokens = read
+        if name == "generated":
+            prompts = read[:, : measure.PROMPT]
+            tokens = measure.generate(model, prompts, options.generated - prompts.shape[1], seed=0)
         done(f"{name}: {tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens")
         for variant, kl, other in measure.compare(model, compiled, tokens, options.piece, options.drafts, done):
             yield entry(family, name, variant, kl, other, options)

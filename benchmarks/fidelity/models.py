@@ -2,14 +2,20 @@
 
 The families' hybrids have attention layers too. They hold no recurrent state, so no policy changes them, and at 128k tokens
 they would be most of the run's cost: they are left out, and every layer is one whose state is measured.
+
+Gates start slow, as published training code has them for Gated DeltaNet and Mamba-2: with no input, a log decay of 0.001 to 0.1
+times 1 to 16 per token. The delta-rule mixers' own start, which published weights overwrite, forgets within a token or two,
+and what a state has forgotten cannot drift.
 """
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from safetensors import safe_open
@@ -43,7 +49,7 @@ def make_model(family: str, size: Size, dtype: str, seed: int = 0) -> Decoder:
     """
     if family not in FAMILIES:
         raise ValueError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    s = size
+    s, rngs = size, nnx.Rngs(seed)
     outer: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": s.hidden, "tie_word_embeddings": True}
     # no layer uses these; a config must name them
     attention: dict[str, Any] = {"num_attention_heads": 1, "head_dim": s.hidden, "num_key_value_heads": 1}
@@ -96,7 +102,28 @@ def make_model(family: str, size: Size, dtype: str, seed: int = 0) -> Decoder:
                     kv_lora_rank=s.head_dim,
                 ),
             )
-    return cls(config, dtype=dtype, param_dtype="float32", rngs=nnx.Rngs(seed))
+    model = cls(config, dtype=dtype, param_dtype="float32", rngs=rngs)
+    for mixer in recurrent_mixers(model):
+        # biases whose softplus is log-uniform in 0.001 .. 0.1
+        low, high = math.log(1e-3), math.log(1e-1)
+        start = jnp.exp(jax.random.uniform(rngs.params(), mixer.dt_bias[...].shape, jnp.float32, low, high))
+        mixer.dt_bias = nnx.Param(start + jnp.log(-jnp.expm1(-start)))
+    return model
+
+
+def recurrent_mixers(model: Decoder) -> list[Any]:
+    """The mixers that have a state, in the order of their layers."""
+    return [layer.mixer for layer in model.layers if hasattr(layer.mixer, "A_log")]
+
+
+def memory(model: Decoder) -> list[list[float]]:
+    """Tokens over which a state decays by 1 / e at a gate input of zero: per layer the shortest, median and longest gate."""
+
+    def tokens(mixer: Any) -> np.ndarray:
+        gate = jax.nn.softplus(mixer.dt_bias[...]).reshape(mixer.A_log.shape[0], -1)
+        return np.asarray(1 / (jnp.exp(mixer.A_log[...])[:, None] * gate))
+
+    return [[round(float(x), 2) for x in np.quantile(tokens(mixer), (0, 0.5, 1))] for mixer in recurrent_mixers(model)]
 
 
 def save_weights(path: pathlib.Path, family: str, size: Size, weights: Any) -> None:

@@ -3,7 +3,8 @@
     python -m benchmarks.fidelity.train --family=gdn --minutes=1 [--text=.data/kjv.txt] [--out=.runs/fidelity] [--size=small]
 
 Activations are bfloat16, weights, state and optimiser float32. Writes FAMILY.safetensors and FAMILY.json (command, device,
-versions, date, curve) to --out at the end. The rate follows the clock, so any budget ends with a cooled-down model.
+versions, date, memory of the states, curve) to --out at the end. The rate follows the clock, so any budget ends with a
+cooled-down model.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from benchmarks.fidelity.models import FAMILIES, SIZES, make_model, read_text, save_weights
+from benchmarks.fidelity.models import FAMILIES, SIZES, make_model, memory, read_text, save_weights
 
 Array = jax.Array
 
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> None:
     graph, weights = nnx.split(model, nnx.Param)
     count = sum(leaf.size for leaf in jax.tree.leaves(weights))
     print(f"{options.family}: {count:,} weights, {len(text):,} bytes, on {jax.devices()[0].device_kind}", flush=True)
+    fresh = memory(model)
     weights, curve = train(graph, weights, text, held_out, options)
     options.out.mkdir(parents=True, exist_ok=True)
     save_weights(options.out / f"{options.family}.safetensors", options.family, SIZES[options.size], weights)
@@ -47,6 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
         "date": datetime.date.today().isoformat(),
         "weights": count,
+        "memory_tokens": {"fresh": fresh, "trained": memory(nnx.merge(graph, weights))},
         "curve": curve,
     }
     (options.out / f"{options.family}.json").write_text(json.dumps(record, indent=1) + "\n")

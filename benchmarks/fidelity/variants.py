@@ -73,18 +73,19 @@ _STOCHASTIC = ("rounding", "stochastic")
 
 BASE = Variant("fp32")
 VARIANTS = (
+    # the headline's come first: a run that is stopped has them
+    Variant("shared nvfp4", change=shared("nvfp4")),
+    Variant("nvfp4 read-out", (("readout", "nvfp4"),)),
+    Variant("fp16 stochastic", (_FP16, _STOCHASTIC)),
+    Variant("shared fp8", change=shared("fp8_e4m3")),
+    Variant("fp8 read-out", (("readout", "fp8_e4m3"),)),
+    Variant("nvfp4 read-out, fp16 stochastic", (("readout", "nvfp4"), _FP16, _STOCHASTIC)),
+    Variant("bf16 read-out", (("readout", "bf16"),)),
+    Variant("bf16 nearest", (("checkpoint_dtype", "bfloat16"),)),
+    Variant("fp16 nearest", (_FP16,)),
+    Variant("bf16 updates", change=round_updates, delta_rule=True),
     # how far arithmetic alone goes: the floor of the others
     Variant("fp32, raw records", (("records", "raw"),), delta_rule=True),
-    Variant("fp16 nearest", (_FP16,)),
-    Variant("fp16 stochastic", (_FP16, _STOCHASTIC)),
-    Variant("bf16 nearest", (("checkpoint_dtype", "bfloat16"),)),
-    Variant("bf16 read-out", (("readout", "bf16"),)),
-    Variant("fp8 read-out", (("readout", "fp8_e4m3"),)),
-    Variant("nvfp4 read-out", (("readout", "nvfp4"),)),
-    Variant("nvfp4 read-out, fp16 stochastic", (("readout", "nvfp4"), _FP16, _STOCHASTIC)),
-    Variant("shared fp8", change=shared("fp8_e4m3")),
-    Variant("shared nvfp4", change=shared("nvfp4")),
-    Variant("bf16 updates", change=round_updates, delta_rule=True),
 )
 
 
