@@ -1,9 +1,13 @@
-"""Randomness of the tests: fresh at every run, printed when a test fails, repeated with ``--seed``."""
+"""Randomness of the tests: fresh at every run, printed when a test fails, repeated with ``--seed``; and cheap compilation."""
 
+import atexit
 import gc
 import itertools
+import os
 import pathlib
 import secrets
+import shutil
+import tempfile
 
 import jax
 import numpy as np
@@ -15,6 +19,26 @@ _tests = itertools.count(1)
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=None, help="seed of every test's random inputs, to repeat a failure")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "optimised: compiled as in use, for what optimisation may change")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the workers: their threads would wait for each other's cores
+    if config.option.markexpr != "aot" and os.environ.get("JAX_PLATFORMS") == "cpu":
+        _share_programs()
+        # two workers that compile the same at the same moment: one may read what the other has not finished writing
+        config.addinivalue_line("filterwarnings", "ignore:Error (reading|writing) persistent compilation cache")
+
+
+def _share_programs() -> None:
+    """What one worker has compiled the others load, and the processes that tests start; for this run alone."""
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:  # a worker, or somebody's own
+        return
+    folder = tempfile.mkdtemp(prefix="programs-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 @pytest.fixture
@@ -29,14 +53,15 @@ def rng(request) -> np.random.Generator:
 def few_programs():
     """A process may map 65,530 pieces of memory and crashes at the next one; every compiled program takes a few."""
     yield
-    if next(_tests) % 25 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 40_000:
+    if next(_tests) % 25 == 0 and _MAPS.exists() and _MAPS.read_bytes().count(b"\n") > 50_000:
         jax.clear_caches()
         gc.collect()
 
 
-@pytest.fixture
-def quick_compiles():
-    """For programs that are tiny and many: compiling them is what takes the time."""
-    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+@pytest.fixture(autouse=True)
+def quick_compiles(request):
+    """Programs are tiny and many, and compiling them is what takes the time: without optimisation, unless marked otherwise."""
+    as_in_use = any(request.node.get_closest_marker(name) for name in ("optimised", "aot"))
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu" and not as_in_use)
     yield
     jax.config.update("jax_disable_most_optimizations", False)

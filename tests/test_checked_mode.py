@@ -80,6 +80,7 @@ def test_a_gate_of_a_dead_token_is_not_judged():
     assert _checked(rs.prefill, STATE, RISING, jnp.array([0, -1])) is None
 
 
+@pytest.mark.optimised
 def test_checks_leave_no_trace_in_a_plain_run():
     """Plain and checked runs give the same bits, and the plain program calls nobody on the host."""
     plain = jax.jit(rs.verify)

@@ -13,8 +13,6 @@ from replayssm_jax.decoding.pool import _decode
 from replayssm_jax.mixers import MixerCache
 from tests.decoding_runs import engine
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 # What hands an array on, or names a part of it, and writes nothing.
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "while", "conditional", "call", "optimization-barrier")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) ([a-z][\w-]*)\(")

@@ -14,8 +14,6 @@ from replayssm_jax.mixers.parts import linear
 from replayssm_jax.models import Decoder
 from tests.decoding_runs import MODELS, SIZES, answers, drafter, engine, model, prompts, recorded, solo
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 GREEDY = SamplingParams(max_tokens=48)
 DRAFTERS = {"qwen3_5": ("plain", "itself", "mtp"), "qwen3_next": ("mtp",), "kimi_linear": ("smaller",)}
 

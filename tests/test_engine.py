@@ -12,8 +12,6 @@ from replayssm_jax.decoding import RequestError, SamplingParams, State, TooLongE
 from replayssm_jax.decoding.text import ByteTokenizer
 from tests.decoding_runs import SIZES, engine, model, prompts, solo
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TEN = SamplingParams(max_tokens=10)
 
 

@@ -23,7 +23,6 @@ from tests.lockstep import FAST_COMPILE, jitted
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("quick_compiles")
 def test_a_toy_run_trains_measures_and_draws(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{n} times {n} is {n * n}. " for n in range(400)))

@@ -13,6 +13,8 @@ import pytest
 import replayssm_jax as rs
 from tests.cases import IMPLEMENTATIONS, case_named, make_tokens
 
+pytestmark = pytest.mark.optimised
+
 SLOTS, ROWS = 96, 3  # a pool far larger than what a call touches, so that only a copy of it can be that large
 FAST = [name for name in IMPLEMENTATIONS if name != "reference"]  # the oracle owes nobody its memory
 

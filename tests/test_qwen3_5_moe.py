@@ -64,6 +64,7 @@ def test_every_layout_loads_the_recorded_weights(tmp_path, stacked, kind):
         np.testing.assert_array_equal(leaf.get_value(), right[path].get_value(), err_msg=str(path))
 
 
+@pytest.mark.optimised
 def test_recorded_tokens_logits_and_states_are_reproduced(tmp_path):
     folder = write(tmp_path, True, "text")
     for name in ("golden", "states"):

@@ -13,7 +13,7 @@ from replayssm_jax.decoding import Engine, PromptLookup, SamplingParams, State, 
 from replayssm_jax.decoding.text import ByteTokenizer
 from replayssm_jax.models import from_pretrained
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.optimised]
 
 REQUESTS, SLOTS, LONGEST = 2000, 32, 8
 PHRASES = [

@@ -8,8 +8,6 @@ import pytest
 from replayssm_jax.decoding import speculative
 from replayssm_jax.decoding.sampling import DRAFT, draw, token_keys
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 choose = jax.jit(speculative.choose)
 
 ROWS, VOCAB = 60_000, 5
