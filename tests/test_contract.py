@@ -32,16 +32,16 @@ def test_prompts(case, implementation, rng):
 
 
 def test_steps(case, implementation, rng):
-    """One token at a time over more than three windows, rows pausing, changing places and padded."""
+    """One token at a time over more than two windows, rows pausing, changing places and padded."""
     pair = Lockstep(case, implementation, num_slots=6)
     pair.disown(5)
-    for count in range(5 * case.window + 5):
+    for count in range(4 * case.window + 5):
         slots = rng.permutation([0, 1, 2, 3, rng.choice(PADDING)])[:4]
         lengths = 1 * (rng.random(4) < 0.9)
-        if case.max_draft > 1:
+        if case.max_draft > 1 and implementation != "reference":
             pair.step(make_tokens(case, rng, 4, 1), slots, lengths)
         else:  # the same by definition, and compiled for the drafts anyway
-            pair.verify(make_tokens(case, rng, 4, 1), slots, lengths)
+            pair.verify(make_tokens(case, rng, 4, case.max_draft), slots, lengths)
             pair.commit(lengths, slots)
         if count % 5 == 0:
             pair.check()
