@@ -1,5 +1,6 @@
 """The planner counts real geometries right and says what it assumes."""
 
+import functools
 import json
 
 import pytest
@@ -57,40 +58,50 @@ GEOMETRIES = [
 ]
 
 
+@functools.cache
+def _planned(config: str, **options) -> plan.Plan:
+    return plan.make_plan(json.loads(config), **options)
+
+
+def make_plan(config: dict, **options) -> plan.Plan:
+    """Planned once for all tests that ask the same: a model of 64 layers takes seconds to trace."""
+    return _planned(json.dumps(config), **options)
+
+
 @pytest.mark.parametrize(("config", "billions", "layers", "state"), GEOMETRIES, ids=["qwen3_next", "nemotron_h", "mamba2"])
 def test_weights_and_states_of_real_geometries(config, billions, layers, state):
-    planned = plan.make_plan(config, window=16, drafts=0)
+    planned = make_plan(config, window=16, drafts=0)
     assert planned.weights / 2e9 == pytest.approx(billions, rel=0.03)
     assert planned.recurrent_layers == layers
     assert planned.checkpoint == layers * state
 
 
 def test_a_head_gate_ring_is_a_small_part_of_its_state():
-    planned = plan.make_plan(NEMOTRON_H_8B, window=16, drafts=0)
+    planned = make_plan(NEMOTRON_H_8B, window=16, drafts=0)
     # values and keys in bfloat16, weight and log decay in float32, of 16 rows
     assert planned.record == 24 * (128 * 64 * 2 + 8 * 128 * 2 + 128 * 8)
     assert planned.window * planned.record < 0.08 * planned.checkpoint
 
 
 def test_replay_never_predicts_more_than_twice_a_plain_step():
-    planned = plan.make_plan(MAMBA2_2_7B, window=16, drafts=0)
+    planned = make_plan(MAMBA2_2_7B, window=16, drafts=0)
     gain = planned.plain_state(1) / planned.replay_state(1, 1.0)
     assert 1.6 < gain < 2.0
 
 
 def test_window_2_is_the_plain_recurrence_plus_its_record():
-    planned = plan.make_plan(MAMBA2_2_7B, window=2, drafts=0)
+    planned = make_plan(MAMBA2_2_7B, window=2, drafts=0)
     assert planned.replay_state(1, 1.0) == planned.plain_state(1) + planned.record
 
 
 def test_drafts_are_compared_with_snapshots():
-    planned = plan.make_plan(MAMBA2_2_7B, window=16, drafts=4)
+    planned = make_plan(MAMBA2_2_7B, window=16, drafts=4)
     assert planned.plain_state(5) == 6 * planned.checkpoint
     assert planned.plain_state(5) / planned.replay_state(5, 3.0) > 3
 
 
 def test_sparse_weights_are_read_by_the_tokens_that_chose_them():
-    planned = plan.make_plan(QWEN3_NEXT_80B, window=16, drafts=0)
+    planned = make_plan(QWEN3_NEXT_80B, window=16, drafts=0)
     one = planned.weights_read(1)
     assert planned.weights - planned.experts < one < 0.1 * planned.weights
     assert one < planned.weights_read(32) < planned.weights_read(1024) <= planned.weights
@@ -98,11 +109,11 @@ def test_sparse_weights_are_read_by_the_tokens_that_chose_them():
 
 
 def test_table_names_the_fit_and_the_source_of_the_bandwidth():
-    planned = plan.make_plan(MAMBA2_2_7B, window=16, drafts=0)
+    planned = make_plan(MAMBA2_2_7B, window=16, drafts=0)
     text = plan.table(planned, plan.GPUS["h200"], 256, 32768, 1.0, plan.best_window(planned, 1.0))
     assert "sequences that fit on H200" in text
     assert "measured" in text
-    too_large = plan.make_plan(QWEN3_NEXT_80B, window=16, drafts=0)
+    too_large = make_plan(QWEN3_NEXT_80B, window=16, drafts=0)
     assert "0 (the weights alone do not fit)" in plan.table(too_large, plan.GPUS["h100"], 1, 1, 1.0, 16)
 
 
@@ -118,7 +129,7 @@ def test_a_config_file_or_a_folder_is_read_and_a_wrong_one_is_named(tmp_path):
 
 
 def test_a_window_by_hand_may_be_the_only_one_for_its_drafts():
-    planned = plan.make_plan(MAMBA2_2_7B, window=100, drafts=40)
+    planned = make_plan(MAMBA2_2_7B, window=100, drafts=40)
     assert plan.best_window(planned, 10.0) == 100
 
 
@@ -127,7 +138,7 @@ def test_a_window_by_hand_may_be_the_only_one_for_its_drafts():
 )
 def test_read_out_copies_cost_their_bytes_and_are_read_in_place_of_the_state(form, bytes_per_value):
     """Codes and scales; a float32 state of 64 x 128 per head of Mamba-2."""
-    plain, planned = (plan.make_plan(MAMBA2_2_7B, window=16, drafts=0, readout=r) for r in ("checkpoint", form))
+    plain, planned = (make_plan(MAMBA2_2_7B, window=16, drafts=0, readout=r) for r in ("checkpoint", form))
     assert plain.readout == 0
     assert planned.readout == planned.checkpoint / 4 * bytes_per_value
     assert planned.sequence(0) - plain.sequence(0) == planned.readout
@@ -140,7 +151,7 @@ def test_read_out_copies_cost_their_bytes_and_are_read_in_place_of_the_state(for
 
 
 def test_raw_records_of_a_delta_rule_are_counted():
-    planned = plan.make_plan(QWEN3_NEXT_80B, window=16, drafts=0, readout="nvfp4")
+    planned = make_plan(QWEN3_NEXT_80B, window=16, drafts=0, readout="nvfp4")
     # values and keys in bfloat16; beta, the key's factor and log decay in float32
     assert planned.record == 36 * (32 * 128 * 2 + 16 * 128 * 2 + 32 * 4 + 16 * 4 + 32 * 4)
     with pytest.raises(ValueError, match="readout must be one of"):
