@@ -5,14 +5,11 @@ import tempfile
 
 import hypothesis
 import numpy as np
-import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from replayssm_jax.decoding import SamplingParams, State, restore, save
 from tests.decoding_runs import engine, model, solo
-
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 # Few, so that solo runs are shared: a token, shorter and longer than a piece, repetitive and not, some with one beginning.
 PROMPTS = [(3,), (7, 8) * 9, tuple(range(20)), (*range(20), 5, 5, 5), tuple(np.resize([1, 2, 3, 4], 41).tolist()), (90, 1, 55)]
@@ -100,7 +97,6 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = hypothesis.settings(
-    max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.pytestmark = [pytestmark]

@@ -19,6 +19,15 @@ from tests.lockstep import FAST_COMPILE, Lockstep, decode, jitted
 
 every_family = pytest.mark.parametrize("family", [case.id for case in FAMILIES])
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+# of the reference one family for each kind of gate, one with the delta rule and one without; all four in `make long`
+every_pair = pytest.mark.parametrize(
+    ("family", "implementation"),
+    [
+        pytest.param(case.id, name, marks=[pytest.mark.long] * (name == "reference" and case.id not in ("kda", "mamba2")))
+        for case in FAMILIES
+        for name in IMPLEMENTATIONS
+    ],
+)
 
 
 def _long_case(family: str, **changes) -> Case:
@@ -30,6 +39,7 @@ def _pieces(tokens: rs.Tokens, size: int):
     return (jax.tree.map(lambda x, i=i: x[:, i : i + size], tokens) for i in range(0, tokens.q.shape[1], size))
 
 
+@pytest.mark.optimised
 @every_family
 def test_4096_bf16_steps_stay_on_the_recurrence_and_the_error_is_flat(family, rng):
     case = _long_case(family)
@@ -68,8 +78,7 @@ def _through_every_door(case: Case, implementation: str, tokens: rs.Tokens) -> N
     pair.check()
 
 
-@every_implementation
-@every_family
+@every_pair
 def test_gates_of_minus_30_per_token(family, implementation, rng):
     """exp(30 * 64) overflows; a head or channel that forgets stands next to one that remembers."""
     case = case_named(family)
@@ -79,8 +88,7 @@ def test_gates_of_minus_30_per_token(family, implementation, rng):
     _through_every_door(case, implementation, dataclasses.replace(tokens, log_decay=log_decay))
 
 
-@every_implementation
-@every_family
+@every_pair
 def test_a_shut_gate_leaves_its_neighbours_their_digits(family, implementation, rng):
     """Gates of -1e4 among gates of -1e-3: a difference of running sums would keep three digits of the small ones."""
     case = case_named(family)
@@ -90,8 +98,7 @@ def test_a_shut_gate_leaves_its_neighbours_their_digits(family, implementation, 
     _through_every_door(case, implementation, dataclasses.replace(tokens, log_decay=log_decay))
 
 
-@every_implementation
-@every_family
+@every_pair
 def test_a_gate_of_zero_forgets_everything(family, implementation, rng):
     """log_decay = -inf, and values whose exponential is no longer a normal number."""
     case = case_named(family)
@@ -115,7 +122,7 @@ def test_the_chunk_size_changes_a_prompt_by_rounding_only(family, rng):
     assert max(relative_error(x, outs[0]) for x in outs) < 2e-6
 
 
-@pytest.mark.parametrize("family", ["kda", "mamba2"])
+@pytest.mark.parametrize("family", ["kda", pytest.param("mamba2", marks=pytest.mark.long)])
 def test_double_precision_elsewhere_changes_nothing_here(family, rng):
     """A program that turns jax_enable_x64 on for its own sake gets the same float32 pool, bit for bit."""
     case = case_named(family)

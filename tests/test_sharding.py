@@ -25,7 +25,8 @@ from tests.golden_data import ROOT
 RUNS = {
     "slots": ["state:2:4", "rounded:2:4", "qwen3_5:8:1", "qwen3_5:1:8"],
     "heads": ["kimi_linear:2:4:prompt", "mamba2:1:8"],
-    "experts": ["nemotron_h:2:4:prompt", "qwen3_next:2:4"],
+    "experts": ["qwen3_next:2:4"],
+    "more experts": ["nemotron_h:2:4:prompt"],
     "engine": ["engine:2:4"],
 }
 KEY_HEADS = {
@@ -37,10 +38,14 @@ KEY_HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name == "engine" else name for name in RUNS])
+LONG = ("more experts", "engine")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS])
 def test_mesh_answers_as_one_device(name):
     """Logits to 1e-5 of the largest; pointers equal; in place; and no pool, checkpoints among them, is sent anywhere."""
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     command = [sys.executable, "-m", "tests.sharded_runs", *RUNS[name]]
     root = pathlib.Path(__file__).parent.parent
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300, check=False)
