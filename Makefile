@@ -28,11 +28,11 @@ types: setup-test ## mypy
 # On a CPU unless the caller says otherwise: what a test needs of an accelerator, it says itself.
 pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
-	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 5 minutes)
 	@echo "Running the long tests"
-	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 -m long $(PYTEST_ARGS)
+	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
 
 # The compiler's Python packages are kept out of .venv: where jax sees its CUDA plugin it wants a GPU and all of CUDA.
 aot: setup-aot ## compile the GPU kernels for an H200, no GPU needed, and check what they take
