@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import records
-from pallas_kernels.hopper.stream import Call, Stream, StreamConfig, folds_on_tensor_cores, store_answers
+from pallas_kernels.hopper.stream import Call, Stream, StreamConfig, numbers_width, store_answers
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
     VALUES,
@@ -21,11 +21,12 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     Rows,
     Tokens,
-    bf16,
     compiler_params,
     f32,
+    named,
     state_tile,
     store,
+    with_terms,
 )
 
 _MULTIPROCESSORS = 132
@@ -72,7 +73,7 @@ def launch(
     def body(*refs: Ref, **scratch: Ref) -> None:
         *inputs, out = refs
         call = Call(Rows(*inputs[:4]), Tokens(*inputs[4:11]), Pool(*inputs[11:]), out, g, config, interpret)
-        _row(call, work, scratch)
+        _row(call, work, named(scratch))
 
     body.__name__ = name
     kernel = plgpu.kernel(
@@ -80,30 +81,30 @@ def launch(
         out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
         grid=(g.rows * g.value_heads // config.heads,),
         grid_names=("heads",),
-        scratch_types=common_scratch(g, config, scratch) | scratch,
+        scratch_types=common_scratch(g, config) | scratch,
         compiler_params=compiler_params(scalar_reductions),
         interpret=interpret,
     )
     return kernel(*rows, *tokens, *(x for x in pool if x is not None))
 
 
-def common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> dict[str, Any]:
-    """Shared memory of every stream; ``own`` is what the kernel has besides."""
+def common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
+    """Shared memory of every stream, but for what the kernel itself has of the same name."""
     chunks, whole = g.window // config.ring_chunk, g.tile_rows == TILE_ROWS
     update_copies = chunks if whole else g.window
     head_copies = records.copies(g, config.ring_chunk) - chunks - update_copies + g.channel_gate
+    width = numbers_width(g, config)
     scratch = {
         "tile": state_tile(g),
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        "values": plgpu.SMEM((g.tokens, TILE_ROWS), g.value_dtype),
-        "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks),
+        **with_terms("updates", g.window, g.update_dtype),
+        "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks + (4 - g.channel_gate if width else 0)),
         "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
         "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),
         "tile_arrived": plgpu.Barrier(),
     }
-    if folds_on_tensor_cores(g) and not _is_plane(own["answers"], g):
-        scratch["plane"] = plgpu.SMEM((g.window, TILE_ROWS), bf16)
+    if width:  # numbers by token: log decay, beta, scales of query and key
+        scratch["tokens"] = plgpu.SMEM((4, -(-g.tokens // 8) * 8, width), f32)
     if g.channel_gate:
         scratch["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
         scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
@@ -111,11 +112,6 @@ def common_scratch(g: Geometry, config: StreamConfig, own: dict[str, Any]) -> di
         if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
             scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
     return scratch
-
-
-def _is_plane(answers: Any, g: Geometry) -> bool:
-    """Whether the memory for a tile's answers, free while the tile is folded, has room for a term of the updates."""
-    return answers.dtype == bf16 and answers.shape[0] >= g.window
 
 
 def _row(call: Call, work: Callable[[Stream], None], scratch: dict[str, Ref]) -> None:

@@ -11,16 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.records import Ring
-from pallas_kernels.hopper.stream import DECAYS
+from pallas_kernels.hopper.stream import DECAYS, WEIGHTS, Stream
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
+    DRAFTS_BY_READERS,
     SQUARE,
     STATE,
     VALUES,
     Array,
     Geometry,
     Ref,
-    Tokens,
     along,
     barrier,
     channels_layout,
@@ -35,26 +35,43 @@ from pallas_kernels.hopper.tiles import (
 )
 
 SOURCES = 64
+DRAFTS = 16  # the most drafts of a call: rows of the sources for their values, columns of the readers that hold their keys
 
 
 # Rows of the scratch "numbers" behind the ring's own. Of each reader: the factor of its products; beta (of keys, or without the
 # delta rule of drafts); its key's scale (1 of queries); its token's gate. Then what is left of each record, and what an answer
-# takes of the state's answer to the same reader. What is left of the checkpoint lies behind the ring's log decays.
+# takes of the state's answer to the same reader. What is left of the checkpoint lies behind the ring's log decays; behind the
+# ring's weights what is left, at each reader, of what there was before the drafts, its scale included.
 SCALE, BETA, K_SCALE, GATE, LEFT, OF_STATE = range(2, 8)
 TOTAL = (DECAYS, 32)
+PAST = (WEIGHTS, 32)
 
 
 def first_key(geometry: Geometry) -> int:
-    """The reader that is the first draft's key: right behind the queries, where a copy to shared memory may begin."""
+    """The reader that is the first draft's key: right behind the queries, where a copy to shared memory may begin.
+
+    All keys are among the last 16 readers.
+    """
     g = geometry
+    if g.tokens > 12:
+        return DRAFTS
     return g.tokens + (g.tokens * g.key_dim * jnp.dtype(g.record_dtype).itemsize % 128 > 0)
 
 
 def count(geometry: Geometry) -> int:
     """N, readers filled up to a multiple of 8."""
     g = geometry
-    used = first_key(g) + g.tokens if g.delta_rule else g.tokens
-    return -(-used // 8) * 8
+    return max(DRAFTS, -(-(first_key(g) + g.tokens) // 8) * 8) if g.delta_rule else -(-g.tokens // 8) * 8
+
+
+def first_value(geometry: Geometry) -> int:
+    """The source that is the first draft's value; right behind 16 of them are the state's answers to the last 16 readers."""
+    return geometry.window
+
+
+def first_read(geometry: Geometry) -> int:
+    """The source that is the state's answer to the first draft's key."""
+    return geometry.window + DRAFTS + first_key(geometry) - (count(geometry) - DRAFTS)
 
 
 def rows(geometry: Geometry) -> int:
@@ -122,43 +139,32 @@ def solve(
         has_left: whether decays of the past are in "numbers" (head gate) or in products and readers (channel gate).
         due: whether the records have been folded, so that nothing is left to decay but the drafts.
         length: drafts of this row; what lies behind them may be anything.
-        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [64, N] gets the weights;
-            "between" [16, N] is overwritten. The products may lie where the weights go.
+        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [N, 64] get the weights, as the sum
+            of two bfloat16; "between" [16, N] is overwritten.
         geometry: sizes of the call.
     """
     g, n, first = geometry, count(geometry), first_key(geometry)
     every, shape, numbers, between = pl.ds(0, n), (SOURCES, n), scratch["numbers"], scratch["between"]
-    reader = iota((n,), 0, COLUMNS)
-    token, is_query = draft_of(reader, g), reader < first
-    scale = load(numbers.at[SCALE, every], COLUMNS)
-
-    # Downwards, so that what lies between draft j and a reader's draft grows by one gate at a time. Loops over drafts are
-    # unrolled: their steps overlap. What lies past the length may be NaN and is selected away.
-    elapsed = plgpu.layout_cast(jnp.ones((n,), f32), COLUMNS)
-    for j in range(g.tokens - 1, -1, -1):
-        seen = ((token > j) | ((token == j) & is_query)) & (token < length)
-        weight = load(products.at[g.window + j, every], COLUMNS) * (elapsed * scale) * numbers[K_SCALE, first + j]
-        store(between.at[j], jnp.where(seen, weight, 0.0))
-        if has_left:
-            elapsed = jnp.where(token >= j, elapsed * numbers[GATE, j], elapsed)
-    of_state = elapsed * scale
-    if has_left:
-        of_state = of_state * jnp.where(due, 1.0, numbers[TOTAL])
-    store(numbers.at[OF_STATE, every], of_state)
+    remains = jnp.where(due, 1.0, numbers[TOTAL]) if has_left else 1.0
+    _read_past(numbers, has_left, remains, g)
+    _read_drafts(products, has_left, length, numbers, between, g)
     barrier()
+    reader = iota((n,), 0, COLUMNS)
+    past = load(numbers.at[PAST[0], pl.ds(PAST[1], n)], COLUMNS)
 
     source, column_token = iota(shape, 0, STATE), draft_of(iota(shape, 1, STATE), g)
     by_source = iota((SOURCES,), 0, VALUES)
     recorded = (by_source < g.window) & (((by_source - ring.start) & (g.window - 1)) < ring.count)
-    weights = load(products, STATE) * along(elapsed * scale, shape, 1)
+    weights = load(products, STATE) * along(past, shape, 1)
     if has_left:
         weights = weights * along(load(numbers.at[LEFT], VALUES), shape, 0)
     weights = jnp.where(along(recorded, shape, 0), weights, 0.0)
     beta = load(numbers.at[BETA, every], COLUMNS)
     if g.delta_rule:
-        is_key, own = iota(shape, 1, STATE) >= first, g.window + column_token
+        is_key, own = along(reader >= first, shape, 1), g.window + column_token
         weights = jnp.where(is_key & (source == own), along(beta, shape, 1), weights)
-        weights = jnp.where(is_key & (source == own + g.tokens), along(of_state, shape, 1), weights)
+        answer = source == own + (first_read(g) - first_value(g))
+        weights = jnp.where(is_key & answer, along(past * remains, shape, 1), weights)
 
     weights = jnp.where(column_token < length, weights, 0.0)
     for j in range(g.tokens):
@@ -169,16 +175,47 @@ def solve(
         weights = weights + along(update, shape, 0) * along(load(between.at[j], COLUMNS), shape, 1)
     if g.delta_rule:
         weights = weights * along(load(numbers.at[K_SCALE, every], COLUMNS), shape, 1)
-    scratch["weights"][...] = weights
+    for plane, term in zip(scratch["weights"], split(weights, nearest=True), strict=True):
+        store(plane.T, term)
 
 
-def store_numbers(tokens: Tokens, numbers: Ref, b: Array, h: Array, key_head: Array, geometry: Geometry) -> None:
+def _read_past(numbers: Ref, has_left: bool, remains: Array | float, geometry: Geometry) -> None:
+    """Fills in PAST and OF_STATE."""
+    g, layout, n = geometry, DRAFTS_BY_READERS.reduce(0), count(geometry)
+    reader = iota((n,), 0, layout)
+    past = load(numbers.at[SCALE, pl.ds(0, n)], layout)
+    if has_left:
+        for j in range(g.tokens):
+            past = jnp.where(draft_of(reader, g) >= j, past * numbers[GATE, j], past)
+    store(numbers.at[PAST[0], pl.ds(PAST[1], n)], past)
+    store(numbers.at[OF_STATE, pl.ds(0, n)], jnp.where(reader < first_key(g), past * remains, 0.0))
+
+
+def _read_drafts(products: Ref, has_left: bool, length: Array, numbers: Ref, between: Ref, geometry: Geometry) -> None:
+    """Weights with which readers draw on the updates of the drafts before them, and queries on their own draft's.
+
+    What lies past the length may be NaN and is selected away.
+    """
+    g, n, shape, layout = geometry, count(geometry), (DRAFTS, count(geometry)), DRAFTS_BY_READERS
+    j, reader = iota(shape, 0, layout), iota(shape, 1, layout)
+    token = draft_of(reader, g)
+    weights = load(products.at[pl.ds(g.window, DRAFTS), pl.ds(0, n)], layout)
+    if has_left:
+        for i in range(1, g.tokens):
+            weights = jnp.where((j < i) & (i <= token), weights * numbers[GATE, i], weights)
+    seen = ((token > j) | ((token == j) & (reader < first_key(g)))) & (token < length)
+    scale = load(numbers.at[SCALE, pl.ds(0, n)], layout.reduce(0))
+    k_scale = load(numbers.at[K_SCALE, pl.ds(first_key(g), DRAFTS)], layout.reduce(1))
+    store(between, jnp.where(seen, weights * along(scale, shape, 1) * along(k_scale, shape, 0), 0.0))
+
+
+def store_numbers(stream: Stream, h: Array) -> None:
     """Loads what each draft of a value head has of numbers, all of them at once, and sorts it by reader."""
-    g, first = geometry, first_key(geometry)
+    g, numbers, first = stream.g, stream.scratch["numbers"], first_key(stream.g)
     drafts = range(g.tokens)
-    beta = [tokens.beta[b, i, h] for i in drafts]
-    q_scale, k_scale = ([x[b, i, key_head] for i in drafts] for x in (tokens.q_scale, tokens.k_scale))
-    gate = [] if g.channel_gate else [jnp.exp(tokens.log_decay[b, i, h]) for i in drafts]
+    beta = [stream.beta(i, h) for i in drafts]
+    q_scale, k_scale = [stream.q_scale(i) for i in drafts], [stream.k_scale(i) for i in drafts]
+    gate = [] if g.channel_gate else [jnp.exp(stream.log_decay(i, h)) for i in drafts]
     for i in drafts:
         numbers[SCALE, i] = q_scale[i]
         numbers[K_SCALE, first + i] = k_scale[i]
@@ -214,8 +251,9 @@ def store_planes(readers: Ref, gate: Array | None, gates: Ref, stage: Ref, plane
         if decays:
             for i in range(row, row + 8):
                 draft = i if i < first else i - first
-                if draft < g.tokens and (i < first or g.delta_rule):
-                    store(stage.at[i - row], load(readers.at[i], channels).astype(f32) * decays[draft])
+                used = draft < g.tokens and (i < first or g.delta_rule)
+                x = load(readers.at[i], channels).astype(f32)
+                store(stage.at[i - row], x * decays[draft] if used else jnp.zeros_like(x))
             barrier()
         x = load(stage if decays else readers.at[eight], layout)
         for plane, terms in zip(planes, [x] if len(planes) == 1 else split(x.astype(f32)), strict=True):

@@ -35,9 +35,11 @@ from pallas_kernels.hopper.tiles import (
     copy_if,
     f32,
     iota,
+    keep,
     load,
     records_layout,
     round_to_checkpoint,
+    split,
     split_exactly,
     store,
 )
@@ -121,8 +123,8 @@ def request_updates(
             copy_if(wanted, pool.update.at[slot, h, rows, values], ring.update.at[rows], arrived, interpret)
             continue
         for row in range(i * chunk, (i + 1) * chunk):
-            target = ring.update.at[row, pl.ds(0, geometry.tile_rows)]
-            copy_if(wanted, pool.update.at[slot, h, row, values], target, arrived, interpret)
+            target = ring.update.at[pl.ds(row, 1), pl.ds(0, geometry.tile_rows)]
+            copy_if(wanted, pool.update.at[slot, h, pl.ds(row, 1), values], target, arrived, interpret)
 
 
 def request_decays(
@@ -183,6 +185,39 @@ def decay_channels(ring: Ring, since: Array) -> Array:
     return lax.fori_loop(0, ring.count, one, since)
 
 
+def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
+    """The updates as sums of bfloat16, transposed, dead rows zero. [64, L] each
+
+    Args:
+        ring: the records.
+        terms: where the updates are not of 16 bits, memory for the two, which may be theirs. [L, 64] bfloat16 each
+    """
+    if terms is None:
+        update = load(ring.update.T, STATE)
+        update = keep(update, ring.age(COLUMNS) < ring.count, 1)
+        return [update] if update.dtype == bf16 else list(split(update.astype(f32)))
+    layout = records_layout(TILE_ROWS)
+    update = load(ring.update, layout)
+    live = ring.age(layout.reduce(1)) < ring.count
+    return _transposed(jnp.where(along(live, update.shape, 0), update, 0.0), terms)
+
+
+def transposed(x: Ref, terms: list[Ref] | None) -> list[Array]:
+    """``sources`` for an array [16 n, 64] without dead rows."""
+    if terms is None:
+        values = load(x.T, STATE)
+        return [values] if values.dtype == bf16 else list(split(values.astype(f32)))
+    return _transposed(load(x, records_layout(TILE_ROWS)), terms)
+
+
+def _transposed(x: Array, terms: list[Ref]) -> list[Array]:
+    barrier()  # everybody has read what the terms overwrite
+    for ref, term in zip(terms, split(x), strict=True):
+        store(ref, term)
+    barrier()
+    return [load(ref.T, STATE) for ref in terms]
+
+
 def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry) -> None:
     """Folds the committed records into a tile in shared memory: S <- S total + sum_l left_l update_l key_l^T, rounded once.
 
@@ -223,7 +258,7 @@ def fold_on_tensor_cores(
         ring: the records.
         left: factor of each record by ring row. [L] float32
         total: what is left of the checkpoint.
-        plane: scratch. [L, 64] bfloat16
+        plane: scratch, which may be the updates'. [L, 64] bfloat16
         geometry: sizes of the call.
         interpret: parameters of interpret mode, which has no mma.
     """

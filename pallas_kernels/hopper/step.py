@@ -74,6 +74,7 @@ def scratch(g: Geometry) -> dict[str, Any]:
         "query": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "key": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "numbers": plgpu.SMEM((8, 32), f32),
+        "values": plgpu.SMEM((1, TILE_ROWS), g.value_dtype),
         "answers": plgpu.SMEM((1, TILE_ROWS), g.value_dtype),
         "record": plgpu.SMEM((1, TILE_ROWS), g.update_dtype),
     }
@@ -137,7 +138,7 @@ def _solve(stream: Stream, head: Array) -> None:
         alpha: Any = 1.0
     else:
         left, total = records.decay_heads(stream.ring)
-        alpha = jnp.exp(stream.tokens.log_decay[stream.b, 0, h])
+        alpha = jnp.exp(stream.log_decay(0, h))
         store(factors.at[_LEFT, rows], left)
         store(factors.at[_TOTAL, rows], total)
     barrier()
@@ -193,9 +194,9 @@ def _answer(stream: Stream, t: Array, product: Array) -> None:
 
 
 def _numbers(stream: Stream, t: Array) -> _Numbers:
-    tokens, b, h = stream.tokens, stream.b, stream.place(t)[0]
-    gate = None if stream.g.channel_gate else jnp.exp(tokens.log_decay[b, 0, h])
-    return _Numbers(tokens.beta[b, 0, h], tokens.q_scale[b, 0, stream.key_head], tokens.k_scale[b, 0, stream.key_head], gate)
+    h = stream.place(t)[0]
+    gate = None if stream.g.channel_gate else jnp.exp(stream.log_decay(0, h))
+    return _Numbers(stream.beta(0, h), stream.q_scale(0), stream.k_scale(0), gate)
 
 
 def _read_tile(stream: Stream) -> list[Array]:

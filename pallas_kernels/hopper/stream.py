@@ -68,6 +68,13 @@ def folds_on_tensor_cores(g: Geometry) -> bool:
     return g.record_dtype == bf16 and not g.channel_gate and g.tile_rows == TILE_ROWS
 
 
+def numbers_width(g: Geometry, config: StreamConfig) -> int:
+    """Heads whose numbers a warpgroup copies to shared memory: four floats are the least that TMA takes. 0 where that fails."""
+    width = 8 if config.heads == 8 else 4
+    fits = config.heads != 3 and g.value_heads % width == 0 and g.key_heads % width == 0
+    return width if fits else 0
+
+
 def store_answers(call: Call, answers: Ref, b: Array, h: Array, first: Array) -> None:
     """Stores the outputs of one tile, from value ``first`` on, for all T tokens."""
     g, values = call.g, pl.ds(first, call.g.tile_rows)
@@ -97,6 +104,37 @@ class Stream:
         self.present = dataclasses.replace(self.ring, count=jnp.where(self.due, 0, count))  # records that the tokens see
         self.num_tiles = call.config.heads * g.tiles
 
+    # The tokens' numbers, of token ``i`` and value head ``h``: from shared memory where ``numbers_width`` copies them there.
+
+    def _number(self, which: int, i: int | Array, head: Array) -> Array:
+        if width := numbers_width(self.g, self.call.config):
+            return self.scratch["tokens"][which, i, head % width]
+        per_token = (self.tokens.log_decay, self.tokens.beta, self.tokens.q_scale, self.tokens.k_scale)
+        return per_token[which][self.b, i, head]
+
+    def log_decay(self, i: int | Array, h: Array) -> Array:
+        return self._number(0, i, h)
+
+    def beta(self, i: int | Array, h: Array) -> Array:
+        return self._number(1, i, h)
+
+    def q_scale(self, i: int | Array) -> Array:
+        return self._number(2, i, self.key_head)
+
+    def k_scale(self, i: int | Array) -> Array:
+        return self._number(3, i, self.key_head)
+
+    def _request_numbers(self, arrived: Ref) -> None:
+        """Requests the tokens' numbers of the ``width`` heads among which this warpgroup's are."""
+        if not (width := numbers_width(self.g, self.call.config)):
+            return
+        first, tokens = self.g.channel_gate, self.tokens
+        for which, source in list(enumerate((tokens.log_decay, tokens.beta, tokens.q_scale, tokens.k_scale)))[first:]:
+            head = self.first_head if which < 2 else self.key_head
+            heads = pl.ds(head // width * width, width)
+            target = self.scratch["tokens"].at[which, pl.ds(0, self.g.tokens)]
+            plgpu.copy_gmem_to_smem(source.at[self.b, :, heads], target, arrived)
+
     def place(self, t: Any) -> tuple[Any, Any]:
         """Value head and first value of tile ``t``."""
         return self.first_head + t // self.g.tiles, (t % self.g.tiles) * self.g.tile_rows
@@ -107,6 +145,7 @@ class Stream:
         chunk, interpret, arrived = self.call.config.ring_chunk, self.call.interpret, self.scratch["keys_arrived"]
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
         plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
+        self._request_numbers(arrived)
         records.request_keys(self.pool, self.slot, self.key_head, self.ring, chunk, arrived, interpret)
         self.request_head(0)
         self.request_inputs(0)
@@ -131,11 +170,11 @@ class Stream:
         records.request_updates(self.pool, self.slot, h, first, self.ring, g, chunk, arrived, interpret)
         values = pl.ds(first, g.tile_rows)
         if g.tile_rows == TILE_ROWS:
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, values], s["values"], arrived)
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, values], s["values"].at[pl.ds(0, g.tokens)], arrived)
             return
         for i in range(g.tokens):
-            target = s["values"].at[i, pl.ds(0, g.tile_rows)]
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, i, h, values], target, arrived)
+            target = s["values"].at[pl.ds(i, 1), pl.ds(0, g.tile_rows)]
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, pl.ds(i, 1), h, values], target, arrived)
 
     def each_tile(self, solve: Callable[[Array], None], answer: Callable[[Array], None]) -> None:
         """``solve(head)`` before the first tile of every head, ``answer(t)`` for every tile."""
@@ -158,7 +197,7 @@ class Stream:
         def _():
             plgpu.barrier_wait(s["inputs_arrived"])
             if folds_on_tensor_cores(self.g):
-                plane = s.get("plane", s["answers"]).at[pl.ds(0, self.g.window)]
+                plane = s["updates_terms"][0] if "updates_terms" in s else s["updates"]
                 records.fold_on_tensor_cores(s["tile"], self.ring, left, total, plane, self.g, self.call.interpret)
             else:
                 records.fold(s["tile"], self.ring, left, total, self.g)
@@ -240,10 +279,9 @@ class Stream:
         def one(i: Array, carry: None) -> None:
             row = self.ring.row(self.ring.count + i)
             if not self.g.channel_gate:
-                self.pool.log_decay[self.slot, h, row] = self.tokens.log_decay[self.b, i, h]
+                self.pool.log_decay[self.slot, h, row] = self.log_decay(i, h)
             if self.pool.weight is not None:
-                scale = self.tokens.k_scale[self.b, i, self.key_head]
-                self.pool.weight[self.slot, h, row] = self.tokens.beta[self.b, i, h] * scale
+                self.pool.weight[self.slot, h, row] = self.beta(i, h) * self.k_scale(i)
 
         if not (self.g.channel_gate and self.g.delta_rule):
             lax.fori_loop(0, self.length, one, None)

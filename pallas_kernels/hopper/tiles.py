@@ -37,6 +37,8 @@ def _tiled(tiles: tuple[tuple[int, ...], ...]) -> Any:
 
 # Square masks over ring rows: 16 rows by 16 columns at a time.
 SQUARE = _tiled(((16, 16), (4, 16), (2,)))
+# Drafts by readers: 16 rows by 8 columns at a time, one element a thread.
+DRAFTS_BY_READERS = _tiled(((16, 8), (4, 8), (1,)))
 _RECORDS_64 = _tiled(((16, 64), (4, 64), (8,)))
 _RECORDS_32 = _tiled(((16, 32), (4, 32), (4,)))
 _EVERY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
@@ -138,11 +140,33 @@ def state_tile(geometry: Geometry) -> Any:
     return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype))
 
 
-def swizzled(dtype: Any) -> tuple[Any, Any]:
+def with_terms(name: str, rows: int, dtype: Any, in_place: bool = True) -> dict[str, Any]:
+    """Shared memory for [rows, 64] and, unless it is of 16 bits, for the two bfloat16 terms that are its sum, "..._terms"."""
+    array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * 2
+    if jnp.dtype(dtype).itemsize == 2:
+        return {name: array}
+    return one_of({name: array, f"{name}_terms": terms}) if in_place else {name: array, f"{name}_terms": terms}
+
+
+def one_of(buffers: dict[str, Any]) -> dict[str, Any]:
+    """The same shared memory for several buffers, under names that ``named`` takes apart; only the last one written has a value."""
+    return {"|".join(buffers): plgpu.RefUnion(*buffers.values())}
+
+
+def named(scratch: dict[str, Any]) -> dict[str, Any]:
+    """Shared memory by name."""
+    return {name: ref for names, refs in scratch.items() for name, ref in _pairs(names, refs)}
+
+
+def _pairs(names: str, refs: Any) -> Any:
+    return zip(names.split("|"), refs, strict=True) if "|" in names else [(names, refs)]
+
+
+def swizzled(dtype: Any, columns: int = SWIZZLED) -> tuple[Any, Any]:
     """Transforms of an [8 m, 32 n] array in shared memory: what a warp or the tensor cores read without bank conflicts."""
-    width = SWIZZLED * jnp.dtype(dtype).itemsize
+    width = columns * jnp.dtype(dtype).itemsize
     # "abstract" only because their base class has a method without a body
-    return plgpu.TilingTransform((8, SWIZZLED)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
 
 
 def load(ref: Ref, layout: Any) -> Array:
@@ -186,9 +210,21 @@ def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: In
     plgpu.copy_gmem_to_smem(source, target, arrived, predicate=None if interpret is not None else needed)
 
 
-def split(x: Array) -> tuple[Array, Array]:
-    """float32 as the sum of two bfloat16, to 2**-17: the first truncated, so that packed conversions serve."""
-    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, i32) & jnp.int32(-65536), f32)
+def keep(x: Array, live: Array, axis: int) -> Array:
+    """A 16-bit ``x`` where ``live``, a mask over ``axis``, and zero elsewhere: one instruction for two elements."""
+    i16 = jnp.int16
+    mask = jnp.where(live, -1, 0).astype(i16)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, i16) & along(mask, x.shape, axis), x.dtype)
+
+
+def split(x: Array, nearest: bool = False) -> tuple[Array, Array]:
+    """float32 as the sum of two bfloat16, to 2**-17, by integer arithmetic, so that packed conversions serve.
+
+    The first is the nearest one, which a product that leaves the smaller terms' product out is the better for, or truncated,
+    which takes an instruction less.
+    """
+    bits = lax.bitcast_convert_type(x, i32) + jnp.int32(0x8000 if nearest else 0)
+    high = lax.bitcast_convert_type(bits & jnp.int32(-65536), f32)
     return high.astype(bf16), (x - high).astype(bf16)
 
 

@@ -14,6 +14,7 @@ drafts' queries and keys, on the tensor cores, and a rank-1 term per source. Wit
 One warpgroup streams the tiles of a few value heads of one key head; the products of keys and queries are formed once for all.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
 from pallas_kernels.hopper.launch import best_config, launch
-from pallas_kernels.hopper.readers import SOURCES
+from pallas_kernels.hopper.readers import DRAFTS, SOURCES
 from pallas_kernels.hopper.stream import Stream, StreamConfig
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -46,10 +47,15 @@ from pallas_kernels.hopper.tiles import (
     f32,
     iota,
     load,
+    one_of,
     split,
     store,
     swizzled,
+    with_terms,
 )
+
+# An operand of the tensor cores in registers, [64, k], another's plane in shared memory, [N, ...], and its k columns.
+Product = tuple[Array, Ref, Any]
 
 
 def verify(
@@ -81,21 +87,20 @@ def scratch(g: Geometry) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
     n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
+    weights = [plgpu.SMEM((n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS)) for _ in range(2)]
+    of_drafts = plgpu.SMEM((rows, g.key_dim), g.record_dtype)
     buffers = {
-        "readers": plgpu.SMEM((rows, g.key_dim), g.record_dtype),
-        "between": plgpu.SMEM((16, n), f32),
         "numbers": plgpu.SMEM((8, SOURCES), f32),
         "planes": [plgpu.SMEM((n, g.key_dim), bf16, transforms=swizzled(bf16)) for _ in range(1 if exact else 2)],
-        "weights": plgpu.SMEM((SOURCES, n), f32),
-        "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype),
+        "products": plgpu.SMEM((SOURCES, n), f32),
+        **one_of({"between": plgpu.SMEM((DRAFTS, n), f32), "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype)}),
+        **with_terms("values", DRAFTS, g.value_dtype, in_place=g.delta_rule),  # without a delta rule they are stored as they are
     }
     if g.channel_gate:
-        buffers["stage"] = plgpu.SMEM((8, g.key_dim), f32)
-        buffers["by_reader"] = plgpu.SMEM((n, SOURCES), f32)
-    else:  # of the records, and behind them of the drafts
-        buffers["keys"] = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)
-        buffers["products"] = plgpu.SMEM((SOURCES, n), f32)
-    return buffers
+        stage, by_reader = plgpu.SMEM((8, g.key_dim), f32), plgpu.SMEM((n, SOURCES), f32)
+        return buffers | {"readers": of_drafts} | one_of({"by_reader": by_reader, "stage": stage, "weights": weights})
+    keys = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)  # of the records, and behind them of the drafts
+    return buffers | {"keys": keys} | one_of({"readers": of_drafts, "weights": weights})
 
 
 def _verify(stream: Stream) -> None:
@@ -104,6 +109,11 @@ def _verify(stream: Stream) -> None:
     first = readers.first_key(g)
     stream.start(s["readers"].at[drafts], s["readers"].at[pl.ds(first, g.tokens)])
     plgpu.barrier_wait(s["keys_arrived"])
+    if g.delta_rule:
+        _clear_readers(stream)
+    for i in range(g.tokens, DRAFTS):
+        store(s["values"].at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), s["values"].dtype), VALUES))
+    barrier()
     if not g.channel_gate:
         # Row by row, as no copy could: memory that is only ever read in two dimensions may get tiled, and a copy of a few rows
         # into tiles of eight goes astray.
@@ -111,14 +121,27 @@ def _verify(stream: Stream) -> None:
             store(s["keys"].at[g.window + i], load(s["readers"].at[first + i], channels_layout(g.key_dim)))
         readers.store_planes(s["readers"], None, None, None, s["planes"], g)
         store(s["products"], _multiply(s["keys"], s["planes"], g, stream.call.interpret))
-    stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
     stream.append_keys(s["readers"], first)
+    barrier()
+    stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
+
+
+def _clear_readers(stream: Stream) -> None:
+    """Zeros for queries and keys past the length, which may be NaN, and for readers that only fill up."""
+    g, s, first = stream.g, stream.scratch, readers.first_key(stream.g)
+    zeros = plgpu.layout_cast(jnp.zeros((g.key_dim,), g.record_dtype), channels_layout(g.key_dim))
+    for reader in range(readers.count(g)):
+        draft = reader if reader < first else reader - first
+
+        @pl.when(draft >= stream.length)
+        def _(reader: int = reader) -> None:
+            store(s["readers"].at[reader], zeros)
 
 
 def _solve(stream: Stream, head: Array) -> None:
     """What all tiles of a value head share: decays and weights."""
     g, s, h = stream.g, stream.scratch, stream.first_head + head
-    readers.store_numbers(stream.tokens, s["numbers"], stream.b, h, stream.key_head, g)
+    readers.store_numbers(stream, h)
     plgpu.barrier_wait(s["head_arrived"])
     if g.channel_gate:
         _decay_channels(stream, h)
@@ -128,9 +151,8 @@ def _solve(stream: Stream, head: Array) -> None:
         store(s["numbers"].at[readers.LEFT, ring_rows], left)
         store(s["numbers"].at[readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)], total)
     barrier()
-    products = s["weights"] if g.channel_gate else s["products"]
-    readers.solve(stream.present, products, not g.channel_gate, stream.due, stream.length, s, g)
-    barrier()
+    readers.solve(stream.present, s["products"], not g.channel_gate, stream.due, stream.length, s, g)
+    plgpu.commit_smem()  # the tensor cores read the weights
     stream.append_numbers(h)
 
 
@@ -142,7 +164,7 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     store(s["total"], jnp.exp(elapsed))
     barrier()
     present = stream.present
-    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["weights"], g)
+    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["products"], g)
     gate = jnp.exp(lax.cond(stream.due, lambda: zero, lambda: elapsed))
     readers.store_planes(s["readers"], gate, s["gates"], s["stage"], s["planes"], g)
 
@@ -168,9 +190,10 @@ def _answer(stream: Stream, t: Array) -> None:
     if g.delta_rule:
         for i in range(g.tokens):
             store(s["updates"].at[i], column(answers, first + i))
-        stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], None)
+        together = s["updates"].at[pl.ds(0, g.tokens)] if g.tile_rows == TILE_ROWS else None
+        stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], together)
     else:
-        together = s["values"] if g.tile_rows == TILE_ROWS else None
+        together = s["values"].at[pl.ds(0, g.tokens)] if g.tile_rows == TILE_ROWS else None
         stream.store(t, lambda i: s["values"].at[pl.ds(i, 1), stored], together)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     barrier()
@@ -182,36 +205,37 @@ def _answer(stream: Stream, t: Array) -> None:
 
 def _combine(stream: Stream, reads: Array) -> Array:
     """Outputs and updates of one tile, [64, N]: the weighted sum of what the state answers, the records and the values."""
-    g, s = stream.g, stream.scratch
-    first_value, first_read = g.window, g.window + g.tokens
+    g, s, n = stream.g, stream.scratch, readers.count(stream.g)
+    values = s["values"]
 
-    def add(answers: Array, source: Array, weights: Ref, counts: Any) -> Array:
-        weight = load(weights, COLUMNS) * counts
-        return answers + along(source, answers.shape, 0) * along(weight, answers.shape, 1)
+    @pl.when(stream.length < g.tokens)
+    def _():
+        def clear(i: Array, carry: None) -> None:
+            store(values.at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), values.dtype), VALUES))
 
-    def record(j: Array, counts: Array, answers: Array) -> Array:
-        row = stream.ring.row(j)
-        return add(answers, load(s["updates"].at[row], VALUES).astype(f32), s["weights"].at[row], counts)
+        lax.fori_loop(stream.length, g.tokens, clear, None)
+        barrier()
 
-    # What lies past the length may be NaN: it is replaced here, and has no weight.
-    is_query, token = iota(reads.shape, 1, STATE) < g.tokens, readers.draft_of(iota(reads.shape, 1, STATE), g)
-    reads = jnp.where(token < stream.length, reads, 0.0)
-    of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, reads.shape[1])], COLUMNS)
-    answers = jnp.where(is_query, reads * along(of_state, reads.shape, 1), 0.0)
-    answers = records.visit(stream.present.count, record, answers)
-    for j in range(g.tokens):
-        value = load(s["values"].at[jnp.minimum(j, stream.length - 1)], VALUES).astype(f32)
-        answers = add(answers, value, s["weights"].at[first_value + j], 1.0)
-        if g.delta_rule:
-            answers = add(answers, column(reads, readers.first_key(g) + j), s["weights"].at[first_read + j], 1.0)
-    return answers
+    weights, interpret = s["weights"], stream.call.interpret
+    sources = [(0, records.sources(stream.present, s.get("updates_terms")))]
+    sources.append((readers.first_value(g), records.transposed(values, s.get("values_terms"))))
+    if g.delta_rule:
+        sources.append((g.window + DRAFTS, list(split(reads[:, n - DRAFTS : n]))))
+    products = []
+    for first, terms in sources:
+        for at in range(0, terms[0].shape[1], DRAFTS):
+            columns = pl.ds(first + at, DRAFTS)
+            high, *low = (term[:, at : at + DRAFTS] for term in terms)
+            pairs = [(high, weights[0]), (high, weights[1]), *((x, weights[0]) for x in low)]
+            products.append([(x, plane, columns) for x, plane in pairs])
+    of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, n)], COLUMNS)
+    return reads * along(of_state, reads.shape, 1) + _sum_products(products, n, interpret)
 
 
 def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
     """A tile of the state, or the sources' keys, times the readers, [64, N] float32.
 
-    Both are cut into bfloat16 terms, the product of the smaller ones is left out. The tile is the first operand, in registers;
-    interpret mode knows that from shared memory only.
+    Both are cut into bfloat16 terms, the product of the smaller ones is left out.
     """
 
     def terms(columns: Any) -> list[tuple[Array, Ref]]:
@@ -221,17 +245,29 @@ def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -
         high, low = split(state.astype(f32))
         return [(high, planes[0]), (low, planes[0]), *((high, plane) for plane in planes[1:])]
 
-    steps = [pl.ds(first, SWIZZLED) for first in range(0, g.key_dim, SWIZZLED)]
+    def products() -> Iterator[Product]:
+        for first in range(0, g.key_dim, SWIZZLED):
+            columns = pl.ds(first, SWIZZLED)
+            yield [(x, plane, columns) for x, plane in terms(columns)]
+
+    return _sum_products(products(), readers.count(g), interpret)
+
+
+def _sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
+    """The sum of all x @ plane[:, columns]^T, [64, n] float32, list after list.
+
+    The first operand is in registers, which interpret mode knows from shared memory only.
+    """
     if interpret is not None:
-        pairs = [(x, plane[:, columns]) for columns in steps for x, plane in terms(columns)]
-        products = [jnp.dot(x.astype(f32), y.astype(f32).T, precision="highest") for x, y in pairs]
-        return sum(products[1:], products[0])
+        pairs = [(x, plane[:, columns]) for some in products for x, plane, columns in some]
+        parts = [jnp.dot(x.astype(f32), y.astype(f32).T, precision="highest") for x, y in pairs]
+        return sum(parts[1:], parts[0])
 
     def accumulate(total: Ref) -> Array:
-        for columns in steps:
-            for x, plane in terms(columns):
+        for some in products:
+            for x, plane, columns in some:
                 plgpu.wgmma(total, x, plane.at[:, columns].T)
-            plgpu.wgmma_wait(1)  # or every column of the tile would be held in registers
+            plgpu.wgmma_wait(1)  # or all first operands would be held in registers
         return total[...]
 
-    return pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, readers.count(g)), f32))
+    return pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, n), f32))
