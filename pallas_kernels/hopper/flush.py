@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import records
 from pallas_kernels.hopper.records import Ring
 from pallas_kernels.hopper.tiles import (
-    TILE_ROWS,
     Geometry,
     Interpret,
     Pool,
@@ -25,8 +24,13 @@ from pallas_kernels.hopper.tiles import (
     channels_layout,
     compiler_params,
     f32,
+    named,
     state_tile,
     store,
+    with_terms,
+)
+from pallas_kernels.hopper.tiles import (
+    decays as channel_decays,
 )
 
 _CHUNK = 8  # ring rows that are copied together
@@ -45,7 +49,7 @@ def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = Non
     operands = [*rows, *(x for x in pool if x is not None)]
 
     def replay_flush(*refs: Ref, **scratch: Ref) -> None:
-        _flush_tile(Rows(*refs[:4]), Pool(*refs[4:]), g, interpret, **scratch)
+        _flush_tile(Rows(*refs[:4]), Pool(*refs[4:]), g, interpret, **named(scratch))
 
     plgpu.kernel(
         replay_flush,
@@ -61,16 +65,13 @@ def _scratch(g: Geometry) -> dict[str, Any]:
     scratch = {
         "tile": state_tile(g),
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
+        **with_terms("updates", g.window, g.update_dtype),
         "factors": plgpu.SMEM((3, 32), f32),  # what is left of each record, the records' weights, what is left of the tile
         "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, _CHUNK)),
     }
     if g.channel_gate:
-        scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
-        if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
-            scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
-    return scratch
+        return scratch | channel_decays(g) | {"total": plgpu.SMEM((g.key_dim,), f32)}
+    return scratch | {"decays": plgpu.SMEM((g.window,), f32)}
 
 
 def _flush_tile(
@@ -86,7 +87,9 @@ def _flush_tile(
     factors: Ref,
     arrived: Ref,
     total: Ref | None = None,
-    decayed: Ref | None = None,
+    updates_terms: list[Ref] | None = None,
+    decayed: list[Ref] | None = None,
+    since: Ref | None = None,
 ) -> None:
     """The kernel's body: one tile of one value head of one row."""
     index = lax.axis_index("tile")
@@ -100,19 +103,20 @@ def _flush_tile(
     def _():
         values, stored = pl.ds(part * g.tile_rows, g.tile_rows), pl.ds(0, g.tile_rows)
         weight = None if g.delta_rule else factors.at[1, pl.ds(0, g.window)]
-        own = decays if decayed is None else decayed
         start = rows.origin[slot] & (g.window - 1)
-        ring = Ring(keys, own if g.channel_gate else keys, updates, decays, weight, start, count, g.window)
+        elapsed = decays if since is None else since
+        ring = Ring(keys, decayed or [keys], updates, decays, elapsed, weight, start, count, g.window)
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
         records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, arrived, interpret)
         records.request_decays(pool, slot, h, ring, g, _CHUNK, arrived, interpret)
         records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, _CHUNK, arrived, interpret)
         plgpu.barrier_wait(arrived)
         if g.channel_gate:
-            elapsed = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))
-            store(total, jnp.exp(elapsed))
+            left = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))
+            store(total, jnp.exp(left))
             barrier()
-            records.fold(tile, ring, None, total, g)
+            plane = updates if updates_terms is None else updates_terms[0]
+            records.fold_on_tensor_cores(tile, ring, None, total, plane, g, interpret)
         else:
             left, remains = records.decay_heads(ring)
             rows_of_ring = pl.ds(0, g.window)

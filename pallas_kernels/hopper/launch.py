@@ -22,6 +22,7 @@ from pallas_kernels.hopper.tiles import (
     Rows,
     Tokens,
     compiler_params,
+    decays,
     f32,
     named,
     state_tile,
@@ -96,7 +97,6 @@ def common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     width = numbers_width(g, config)
     scratch = {
         "tile": state_tile(g),
-        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         **with_terms("updates", g.window, g.update_dtype),
         "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks + (4 - g.channel_gate if width else 0)),
         "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
@@ -106,11 +106,9 @@ def common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     if width:  # numbers by token: log decay, beta, scales of query and key
         scratch["tokens"] = plgpu.SMEM((4, -(-g.tokens // 8) * 8, width), f32)
     if g.channel_gate:
-        scratch["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
+        scratch |= decays(g)
         scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
-        scratch["total"] = plgpu.SMEM((g.key_dim,), f32)
-        if g.key_dim % 128:  # where every warp does all channels, none may overwrite what another has yet to read
-            scratch["decayed"] = plgpu.SMEM((g.window, g.key_dim), f32)
+        scratch["total"] = plgpu.SMEM((2, g.key_dim), f32)  # left of the checkpoint at the first token, if it was not folded
     return scratch
 
 

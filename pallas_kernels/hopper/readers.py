@@ -15,7 +15,6 @@ from pallas_kernels.hopper.stream import DECAYS, WEIGHTS, Stream
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     DRAFTS_BY_READERS,
-    SQUARE,
     STATE,
     VALUES,
     Array,
@@ -59,7 +58,7 @@ def first_key(geometry: Geometry) -> int:
 
 
 def count(geometry: Geometry) -> int:
-    """N, readers filled up to a multiple of 8."""
+    """N, readers filled up to a multiple of 8, with the delta rule to 16 at least."""
     g = geometry
     return max(DRAFTS, -(-(first_key(g) + g.tokens) // 8) * 8) if g.delta_rule else -(-g.tokens // 8) * 8
 
@@ -83,49 +82,35 @@ def draft_of(reader: Array, geometry: Geometry) -> Array:
     return jnp.where(reader < first_key(geometry), reader, reader - first_key(geometry))
 
 
-def multiply_channels(
-    readers: Ref, gates: Ref, ring: Ring, length: Array, by_reader: Ref, products: Ref, geometry: Geometry
-) -> None:
-    """Products of the records' and the drafts' keys with all readers under a channel gate, decayed in between.
+def multiply_channels(readers: Ref, gates: Ref, length: Array, products: Ref, geometry: Geometry) -> None:
+    """Products of the drafts' keys with all readers under a channel gate, decayed in between.
 
     Under a head gate they are one product of matrices, without decay: ``verify._multiply``.
 
     Args:
         readers: queries and keys. [16 n, K] record dtype
-        gates: the drafts' log decays. [T, K] float32
-        ring: the records.
+        gates: decays of the drafts. [T, K] float32
         length: drafts of this row.
-        by_reader: scratch. [N, 64] float32
-        products: result. [64, N] float32
+        products: result in rows from L on. [64, N or more] float32
         geometry: sizes of the call.
     """
-    g, layout, by_row, first = geometry, records_layout(geometry.key_dim), SQUARE.reduce(1), first_key(geometry)
-    own = load(readers.at[pl.ds(first, 16)], layout).astype(f32)
-    row = iota(own.shape, 0, layout)
+    g, layout, first, shape = geometry, records_layout(geometry.key_dim), first_key(geometry), (DRAFTS, count(geometry))
+    keys = load(readers.at[pl.ds(first, DRAFTS)], layout).astype(f32)
+    row, column = iota(keys.shape, 0, layout), iota(shape, 1, DRAFTS_BY_READERS)
 
-    def draft(i: Array, keys: tuple[Array, Array]) -> tuple[Array, Array]:
-        past, own = keys
-        gate = jnp.exp(load(gates.at[i], layout.reduce(0)))
-        past = past * along(gate, past.shape, 1)
-        own = jnp.where(row < i, own * along(gate, own.shape, 1), own)
+    def draft(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        keys, results = carry
+        gate = load(gates.at[i], layout.reduce(0))
+        keys = jnp.where(row < i, keys * along(gate, keys.shape, 1), keys)
         for reader in (i, first + i)[: g.readers]:
             x = load(readers.at[reader], layout.reduce(0)).astype(f32)
-            for source, key in ((0, past), (g.window, own)):
-                dots = jnp.sum(key * along(x, key.shape, 1), axis=1)
-                store(by_reader.at[reader, pl.ds(source, key.shape[0])], plgpu.layout_cast(dots, by_row))
-        return past, own
+            dots = plgpu.layout_cast(jnp.sum(keys * along(x, keys.shape, 1), axis=1), DRAFTS_BY_READERS.reduce(1))
+            results = jnp.where(column == reader, along(dots, shape, 0), results)
+        return keys, results
 
-    lax.fori_loop(0, length, draft, (load(ring.decayed, layout).astype(f32), own))
-    barrier()
-    shape = (SOURCES, 8)
-    reader = iota(shape, 1, STATE)
-    for start in range(0, count(g), 8):
-
-        def one(i: Array, eight: Array, start: int = start) -> Array:
-            return jnp.where(reader == i, along(load(by_reader.at[start + i], VALUES), shape, 0), eight)
-
-        zeros = plgpu.layout_cast(jnp.zeros(shape, f32), STATE)
-        store(products.at[:, pl.ds(start, 8)], lax.fori_loop(0, 8, one, zeros, unroll=False))
+    zeros = plgpu.layout_cast(jnp.zeros(shape, f32), DRAFTS_BY_READERS)
+    _, results = lax.fori_loop(0, length, draft, (keys, zeros))
+    store(products.at[pl.ds(g.window, DRAFTS), pl.ds(0, shape[1])], results)
 
 
 def solve(
@@ -149,19 +134,18 @@ def solve(
     _read_past(numbers, has_left, remains, g)
     _read_drafts(products, has_left, length, numbers, between, g)
     barrier()
-    reader = iota((n,), 0, COLUMNS)
     past = load(numbers.at[PAST[0], pl.ds(PAST[1], n)], COLUMNS)
 
-    source, column_token = iota(shape, 0, STATE), draft_of(iota(shape, 1, STATE), g)
+    column_token = draft_of(iota(shape, 1, STATE), g)
     by_source = iota((SOURCES,), 0, VALUES)
     recorded = (by_source < g.window) & (((by_source - ring.start) & (g.window - 1)) < ring.count)
-    weights = load(products, STATE) * along(past, shape, 1)
+    weights = load(products.at[:, every], STATE) * along(past, shape, 1)
     if has_left:
         weights = weights * along(load(numbers.at[LEFT], VALUES), shape, 0)
     weights = jnp.where(along(recorded, shape, 0), weights, 0.0)
-    beta = load(numbers.at[BETA, every], COLUMNS)
     if g.delta_rule:
-        is_key, own = along(reader >= first, shape, 1), g.window + column_token
+        reader, beta = iota((n,), 0, COLUMNS), load(numbers.at[BETA, every], COLUMNS)
+        source, is_key, own = iota(shape, 0, STATE), along(reader >= first, shape, 1), g.window + column_token
         weights = jnp.where(is_key & (source == own), along(beta, shape, 1), weights)
         answer = source == own + (first_read(g) - first_value(g))
         weights = jnp.where(is_key & answer, along(past * remains, shape, 1), weights)
@@ -229,34 +213,32 @@ def store_numbers(stream: Stream, h: Array) -> None:
             numbers[BETA, i] = beta[i]
 
 
-def store_planes(readers: Ref, gate: Array | None, gates: Ref, stage: Ref, planes: list[Ref], g: Geometry) -> None:
+def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: list[Ref], g: Geometry) -> None:
     """Puts the readers where the tensor cores read them: as sums of bfloat16 planes.
 
     Args:
         readers: queries and keys. [16 n, K] record dtype
-        gate: with a channel gate what is left of the checkpoint before the first draft; it goes into the readers. [K] float32
-        gates: the drafts' log decays of a channel gate, else None. [T, K] float32
+        gates: decays of the drafts of a channel gate, which go into the readers, else None. [T, K] float32
         stage: scratch of a channel gate, else None. [8, K] float32
-        planes: one where bfloat16 holds the readers exactly, else two. [N, K] bfloat16 each
+        planes: one where bfloat16 holds the readers exactly, else two. [N or more, K] bfloat16 each
         g: sizes of the call.
     """
     layout, channels, first = eight_rows_layout(g.key_dim), channels_layout(g.key_dim), first_key(g)
     decays: list[Array] = []
-    if gate is not None:
+    if gates is not None:
         for i in range(g.tokens):
-            gate = gate * jnp.exp(load(gates.at[i], channels))
-            decays.append(gate)
+            gate = load(gates.at[i], channels)
+            decays.append(decays[-1] * gate if decays else gate)
     for row in range(0, count(g), 8):
         eight = pl.ds(row, 8)
-        if decays:
+        if stage is not None:
             for i in range(row, row + 8):
                 draft = i if i < first else i - first
-                used = draft < g.tokens and (i < first or g.delta_rule)
                 x = load(readers.at[i], channels).astype(f32)
-                store(stage.at[i - row], x * decays[draft] if used else jnp.zeros_like(x))
+                store(stage.at[i - row], x * decays[draft] if draft < g.tokens else x)
             barrier()
-        x = load(stage if decays else readers.at[eight], layout)
-        for plane, terms in zip(planes, [x] if len(planes) == 1 else split(x.astype(f32)), strict=True):
+        x = load(readers.at[eight] if stage is None else stage, layout)
+        for plane, terms in zip(planes, [x] if len(planes) == 1 else split(x.astype(f32), nearest=True), strict=True):
             store(plane.at[eight], terms)
         barrier()
     plgpu.commit_smem()  # the tensor cores read the planes

@@ -21,6 +21,7 @@ from pallas_kernels.hopper.tiles import (
     SQUARE,
     STATE,
     SWIZZLED,
+    TERMS,
     TILE_ROWS,
     VALUES,
     Array,
@@ -50,9 +51,10 @@ class Ring:
     """The records of one row, as one value head and one tile see them."""
 
     key: Ref  # [L or more, K] record dtype
-    decayed: Ref  # [L or more, K] the keys, with a channel gate (float32) decayed and weighted; may be the log decays' memory
+    decayed: list[Ref]  # [L or more, K] the keys, or with a channel gate the bfloat16 terms of what is left of them
     update: Ref  # [L, 64] float32 or record dtype
     log_decay: Ref  # [L] or [L, K] float32
+    elapsed: Any  # [L, K] float32 log decay since, with a channel gate; may be the log decays
     weight: Ref | None  # [L] float32
     start: Array  # ring row of record 0
     count: Array  # committed records
@@ -164,7 +166,7 @@ def decay_heads(ring: Ring) -> tuple[Array, Array]:
 
 
 def decay_channels(ring: Ring, since: Array) -> Array:
-    """Fills in the decayed keys of a channel gate.
+    """Fills in the decayed keys of a channel gate, zero in dead rows.
 
     Args:
         ring: the records.
@@ -173,16 +175,60 @@ def decay_channels(ring: Ring, since: Array) -> Array:
     Returns:
         The log decay of the checkpoint. [K] float32
     """
-    channels = channels_layout(ring.key.shape[1])
+    channels, layout = channels_layout(ring.key.shape[1]), TERMS
 
     def one(i: Array, elapsed: Array) -> Array:
         row = ring.row(ring.count - 1 - i)
         log_decay = load(ring.log_decay.at[row], channels)
-        key = load(ring.key.at[row], channels).astype(f32) * jnp.exp(elapsed)
-        store(ring.decayed.at[row], key if ring.weight is None else key * ring.weight[row])
+        store(ring.elapsed.at[row], elapsed)
         return elapsed + log_decay
 
-    return lax.fori_loop(0, ring.count, one, since)
+    total = lax.fori_loop(0, ring.count, one, since)
+    barrier()
+    live = ring.age(layout.reduce(1)) < ring.count
+    rows = pl.ds(0, ring.window)
+    key = load(ring.key.at[rows], layout).astype(f32) * jnp.exp(load(ring.elapsed, layout))
+    if ring.weight is not None:
+        key = key * along(load(ring.weight, layout.reduce(1)), key.shape, 0)
+    key = jnp.where(along(live, key.shape, 0), key, 0.0)
+    barrier()  # everybody has read what the terms overwrite
+    terms = split_exactly(key) if len(ring.decayed) == 3 else split(key, nearest=True)
+    for plane, term in zip(ring.decayed, terms, strict=True):
+        store(plane, term)
+    barrier()
+    return total
+
+
+def multiply_decayed(ring: Ring, planes: list[Ref], n: int, products: Ref, interpret: Interpret) -> None:
+    """Products of the decayed keys of a channel gate with the readers.
+
+    Args:
+        ring: the records.
+        planes: the readers as the sum of two. [32, K] bfloat16 each
+        products: result in its first L rows. [64, 32] float32
+        interpret: parameters of interpret mode, which has no mma.
+    """
+    warps = ring.window // 16
+    left, right, total = (x(bf16, m_warps=warps) for x in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
+    shape = (ring.window, planes[0].shape[0])
+    result = plgpu.layout_cast(jnp.zeros(shape, f32), total)
+    live, used = ring.age(left.reduce(1)) < ring.count, iota((shape[1],), 0, right.reduce(0)) < n
+    for first in range(0, ring.key.shape[1], SWIZZLED):
+        columns = pl.ds(first, SWIZZLED)
+        keys = [load(plane.at[:, columns], left) for plane in ring.decayed[:2]]
+        keys = [jnp.where(along(live, x.shape, 0), x, jnp.zeros((), bf16)) for x in keys]
+        x = [load(plane.at[:, columns].T, right) for plane in planes]
+        x = [jnp.where(along(used, x.shape, 1), x, jnp.zeros((), bf16)) for x in x]
+        for key, reader in ((keys[0], x[0]), (keys[1], x[0]), (keys[0], x[1])):
+            result = add_product(result, key, reader, interpret)
+    store(products.at[pl.ds(0, shape[0])], result)
+
+
+def add_product(total: Array, x: Array, y: Array, interpret: Interpret) -> Array:
+    """total + x @ y of bfloat16 by mma.sync, which interpret mode does not have."""
+    if interpret is None:
+        return plgpu.mma(total, x, y)
+    return total + jnp.dot(x.astype(f32), y.astype(f32), precision="highest")
 
 
 def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
@@ -190,81 +236,92 @@ def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
 
     Args:
         ring: the records.
-        terms: where the updates are not of 16 bits, memory for the two, which may be theirs. [L, 64] bfloat16 each
+        terms: unless the updates are of bfloat16, memory for the two, which may be theirs. [L, 64] bfloat16 each
     """
     if terms is None:
-        update = load(ring.update.T, STATE)
-        update = keep(update, ring.age(COLUMNS) < ring.count, 1)
-        return [update] if update.dtype == bf16 else list(split(update.astype(f32)))
+        return [keep(load(ring.update.T, STATE), ring.age(COLUMNS) < ring.count, 1)]
     layout = records_layout(TILE_ROWS)
-    update = load(ring.update, layout)
-    live = ring.age(layout.reduce(1)) < ring.count
-    return _transposed(jnp.where(along(live, update.shape, 0), update, 0.0), terms)
+    shape = (ring.window, TILE_ROWS)
+
+    @pl.when(ring.count > 0)
+    def _():
+        update = load(ring.update, layout).astype(f32)
+        live = ring.age(layout.reduce(1)) < ring.count
+        _store_terms(jnp.where(along(live, shape, 0), update, 0.0), terms)
+
+    @pl.when(ring.count == 0)
+    def _():
+        for ref in terms:
+            store(ref, plgpu.layout_cast(jnp.zeros(shape, bf16), layout))
+
+    barrier()
+    return [load(ref.T, STATE) for ref in terms]
 
 
 def transposed(x: Ref, terms: list[Ref] | None) -> list[Array]:
     """``sources`` for an array [16 n, 64] without dead rows."""
     if terms is None:
-        values = load(x.T, STATE)
-        return [values] if values.dtype == bf16 else list(split(values.astype(f32)))
-    return _transposed(load(x, records_layout(TILE_ROWS)), terms)
-
-
-def _transposed(x: Array, terms: list[Ref]) -> list[Array]:
-    barrier()  # everybody has read what the terms overwrite
-    for ref, term in zip(terms, split(x), strict=True):
-        store(ref, term)
+        return [load(x.T, STATE)]
+    _store_terms(load(x, records_layout(TILE_ROWS)).astype(f32), terms)
     barrier()
     return [load(ref.T, STATE) for ref in terms]
 
 
-def fold(tile: Ref, ring: Ring, left: Ref | None, total: Any, geometry: Geometry) -> None:
+def _store_terms(x: Array, terms: list[Ref]) -> None:
+    barrier()  # everybody has read what the terms overwrite
+    for ref, term in zip(terms, split(x), strict=True):
+        store(ref, term)
+
+
+def fold(tile: Ref, ring: Ring, left: Ref, total: Array, geometry: Geometry) -> None:
     """Folds the committed records into a tile in shared memory: S <- S total + sum_l left_l update_l key_l^T, rounded once.
 
-    In float32 on the CUDA cores: exact, and hidden behind the tile's read and write.
+    For a head gate, in float32 on the CUDA cores: exact.
 
     Args:
         tile: [64, K] checkpoint dtype
         ring: the records.
-        left: factor of each record by ring row, [L], or None with a channel gate.
-        total: what is left of the checkpoint: a scalar, or with a channel gate a reference to [K].
+        left: factor of each record by ring row. [L]
+        total: what is left of the checkpoint.
         geometry: sizes of the call.
     """
     shape = (TILE_ROWS, SWIZZLED)
     for first in range(0, geometry.key_dim, SWIZZLED):
         columns = pl.ds(first, SWIZZLED)
-        remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
 
         def one(j: Array, counts: Array, state: Array, columns: Any = columns) -> Array:
             row = ring.row(j)
-            update = load(ring.update.at[row], VALUES).astype(f32) * (counts if left is None else counts * left[row])
-            key = load(ring.decayed.at[row, columns], COLUMNS).astype(f32)
+            update = load(ring.update.at[row], VALUES).astype(f32) * (counts * left[row])
+            key = load(ring.key.at[row, columns], COLUMNS).astype(f32)
             return state + along(update, shape, 0) * along(key, shape, 1)
 
-        state = load(tile.at[:, columns], STATE).astype(f32) * remains
+        state = load(tile.at[:, columns], STATE).astype(f32) * total
         state = visit(ring.count, one, state, unroll=2)
         store(tile.at[:, columns], round_to_checkpoint(state, geometry.checkpoint_dtype))
 
 
 def fold_on_tensor_cores(
-    tile: Ref, ring: Ring, left: Ref, total: Array, plane: Ref, geometry: Geometry, interpret: Interpret
+    tile: Ref, ring: Ring, left: Ref | None, total: Any, plane: Ref, geometry: Geometry, interpret: Interpret
 ) -> None:
-    """``fold`` for a head gate and bfloat16 keys: the updates, times what is left of them, are cut into three bfloat16 terms.
+    """``fold`` for bfloat16 keys, or a channel gate's decayed ones: the updates are cut into three bfloat16 terms.
 
-    Nothing is rounded but the sum: the terms are the float32 updates, the keys are as they came.
+    With a head gate nothing is rounded but the sum: the terms are the float32 updates, times what is left of them, the keys are
+    as they came, or the terms of the decayed ones.
 
     Args:
         tile: [64, K] checkpoint dtype
         ring: the records.
-        left: factor of each record by ring row. [L] float32
-        total: what is left of the checkpoint.
+        left: factor of each record by ring row, [L] float32, or None with a channel gate.
+        total: what is left of the checkpoint: a scalar, or with a channel gate a reference to [K].
         plane: scratch, which may be the updates'. [L, 64] bfloat16
         geometry: sizes of the call.
-        interpret: parameters of interpret mode, which has no mma.
+        interpret: parameters of interpret mode.
     """
     layout, rows = records_layout(TILE_ROWS), pl.ds(0, ring.window)
     by_row = layout.reduce(1)
-    update = load(ring.update, layout).astype(f32) * along(load(left.at[rows], by_row), (ring.window, TILE_ROWS), 0)
+    update = load(ring.update, layout).astype(f32)
+    if left is not None:
+        update = update * along(load(left.at[rows], by_row), update.shape, 0)
     live = ring.age(by_row) < ring.count
     update = jnp.where(along(live, update.shape, 0), update, 0.0)
     terms = []
@@ -275,13 +332,12 @@ def fold_on_tensor_cores(
         terms.append(load(plane.T, MMA_LEFT))
     live = ring.age(MMA_RIGHT.reduce(1)) < ring.count
     for first in range(0, geometry.key_dim, SWIZZLED):
-        columns = pl.ds(first, SWIZZLED)
-        key = load(ring.key.at[rows, columns], MMA_RIGHT)
-        key = jnp.where(along(live, key.shape, 0), key, jnp.zeros((), bf16))
-        state = plgpu.layout_cast(load(tile.at[:, columns], STATE).astype(f32) * total, MMA_SUM)
-        for term in terms:
-            if interpret is not None:
-                state = state + jnp.dot(term.astype(f32), key.astype(f32), precision="highest")
-            else:
-                state = plgpu.mma(state, term, key)
+        columns, shape = pl.ds(first, SWIZZLED), (TILE_ROWS, SWIZZLED)
+        keys = [load(x.at[rows, columns], MMA_RIGHT) for x in ring.decayed]
+        keys = [jnp.where(along(live, x.shape, 0), x, jnp.zeros((), bf16)) for x in keys]
+        remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
+        state = plgpu.layout_cast(load(tile.at[:, columns], STATE).astype(f32) * remains, MMA_SUM)
+        for key, of_key in zip(keys, (terms, terms[:2], terms[:1]), strict=False):
+            for term in of_key:
+                state = add_product(state, term, key, interpret)
         store(tile.at[:, columns], round_to_checkpoint(plgpu.layout_cast(state, STATE), geometry.checkpoint_dtype))

@@ -23,6 +23,7 @@ from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
     STATE,
+    TERMS,
     TILE_ROWS,
     VALUES,
     Array,
@@ -71,6 +72,7 @@ def step(
 def scratch(g: Geometry) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
     buffers = {
+        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         "query": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "key": plgpu.SMEM((1, g.key_dim), g.record_dtype),
         "numbers": plgpu.SMEM((8, 32), f32),
@@ -78,8 +80,6 @@ def scratch(g: Geometry) -> dict[str, Any]:
         "answers": plgpu.SMEM((1, TILE_ROWS), g.value_dtype),
         "record": plgpu.SMEM((1, TILE_ROWS), g.update_dtype),
     }
-    if g.channel_gate:
-        buffers["remains"] = plgpu.SMEM((g.key_dim,), f32)  # of the state that the token reads, after its own gate
     return buffers
 
 
@@ -114,15 +114,15 @@ def _step(stream: Stream) -> None:
 
 def _multiply_records(stream: Stream) -> None:
     """Products of query and key with the keys of the records, whatever lies in dead rows."""
-    g, s, layout = stream.g, stream.scratch, records_layout(stream.g.key_dim)
+    g, s, layout = stream.g, stream.scratch, TERMS if stream.g.channel_gate else records_layout(stream.g.key_dim)
 
     @pl.when(stream.present.count > 0)
     def _():
-        keys = load(stream.ring.decayed, layout).astype(f32)
+        keys = sum(load(x, layout).astype(f32) for x in stream.ring.decayed)
         for i, name in enumerate(("query", "key")[: g.readers]):
             x = load(s[name].at[0], layout.reduce(0)).astype(f32)
             dots = jnp.sum(keys * along(x, keys.shape, 1), axis=1)
-            store(s["numbers"].at[_DOTS + i, pl.ds(0, g.window)], plgpu.layout_cast(dots, SQUARE.reduce(1)))
+            store(s["numbers"].at[_DOTS + i, pl.ds(0, g.window)], dots)
 
 
 def _solve(stream: Stream, head: Array) -> None:
@@ -160,15 +160,15 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     log_decay = load(s["gates"].at[0], channels_layout(stream.g.key_dim))
     since = lax.cond(stream.due, lambda: jnp.zeros_like(log_decay), lambda: log_decay)
     elapsed = records.decay_channels(stream.ring, since)
-    store(s["total"], jnp.exp(elapsed))  # for a fold, which leaves the token's own gate out
-    store(s["remains"], jnp.exp(lax.cond(stream.due, lambda: log_decay, lambda: elapsed)))
+    store(s["total"].at[0], jnp.exp(elapsed))  # for a fold, which leaves the token's own gate out
+    store(s["total"].at[1], jnp.exp(lax.cond(stream.due, lambda: log_decay, lambda: elapsed)))
 
 
 def _answer(stream: Stream, t: Array, product: Array) -> None:
     """One tile: folds it if due, reads it, stores answer and update, and asks for the next one."""
     g, s, stored = stream.g, stream.scratch, pl.ds(0, stream.g.tile_rows)
     if g.channel_gate:
-        stream.fold_if_due(t, None, s["total"])
+        stream.fold_if_due(t, None, s["total"].at[0])
     else:
         stream.fold_if_due(t, s["numbers"].at[_LEFT], s["numbers"][_TOTAL, 0])
     reads = _read_tile(stream)
@@ -206,7 +206,7 @@ def _read_tile(stream: Stream) -> list[Array]:
     for first in range(0, g.key_dim, _COLUMNS_AT_ONCE):
         columns = pl.ds(first, min(_COLUMNS_AT_ONCE, g.key_dim - first))
         state = load(s["tile"].at[:, columns], STATE).astype(f32)
-        gate = load(s["remains"].at[columns], COLUMNS) if g.channel_gate else 1.0
+        gate = load(s["total"].at[1, columns], COLUMNS) if g.channel_gate else 1.0
         for i, name in enumerate(("query", "key")[: g.readers]):
             x = load(s[name].at[0, columns], COLUMNS).astype(f32) * gate
             totals[i] = totals[i] + jnp.sum(state * along(x, state.shape, 1), axis=1)

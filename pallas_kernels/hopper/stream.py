@@ -65,13 +65,14 @@ class Call:
 
 
 def folds_on_tensor_cores(g: Geometry) -> bool:
-    return g.record_dtype == bf16 and not g.channel_gate and g.tile_rows == TILE_ROWS
+    return g.channel_gate or (g.record_dtype == bf16 and g.tile_rows == TILE_ROWS)
 
 
 def numbers_width(g: Geometry, config: StreamConfig) -> int:
     """Heads whose numbers a warpgroup copies to shared memory: four floats are the least that TMA takes. 0 where that fails."""
     width = 8 if config.heads == 8 else 4
-    fits = config.heads != 3 and g.value_heads % width == 0 and g.key_heads % width == 0
+    pays = g.tokens > (8 if width == 8 else 1)  # eight heads and few drafts: registers that cost a third warpgroup
+    fits = pays and config.heads != 3 and g.value_heads % width == 0 and g.key_heads % width == 0
     return width if fits else 0
 
 
@@ -97,9 +98,10 @@ class Stream:
         count, start = call.rows.length[slot], call.rows.origin[slot] & (g.window - 1)
         keys, numbers, rows = scratch["keys"], scratch["numbers"], pl.ds(0, g.window)
         decays = scratch["decays"] if g.channel_gate else numbers.at[DECAYS, rows]
-        decayed = scratch.get("decayed", decays) if g.channel_gate else keys
+        decayed = scratch["decayed"] if g.channel_gate else [keys]
+        elapsed = scratch.get("since", decays) if g.channel_gate else None
         weights = None if g.delta_rule else numbers.at[WEIGHTS, rows]
-        self.ring = Ring(keys, decayed, scratch["updates"], decays, weights, start, count, g.window)
+        self.ring = Ring(keys, decayed, scratch["updates"], decays, elapsed, weights, start, count, g.window)
         self.due = count + 2 * g.max_draft > g.window
         self.present = dataclasses.replace(self.ring, count=jnp.where(self.due, 0, count))  # records that the tokens see
         self.num_tiles = call.config.heads * g.tiles

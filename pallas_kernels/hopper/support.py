@@ -36,8 +36,9 @@ def unsupported(geometry: Geometry) -> str | None:
 def shared_kb(geometry: Geometry) -> int:
     """Shared memory of a step or verify in KB: every buffer is padded to one, and one more holds barriers and the like."""
     g = geometry
-    own = (step_scratch if g.tokens == 1 else verify_scratch)(g)
-    every = launch.common_scratch(g, launch.best_config(g)) | own
+    config = launch.best_config(g)
+    own = step_scratch(g) if g.tokens == 1 else verify_scratch(g, config)
+    every = launch.common_scratch(g, config) | own
     buffers: list[Any] = [x for x in jax.tree.leaves(every, is_leaf=_is_buffer) if _is_buffer(x)]
     return 1 + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
 

@@ -39,6 +39,8 @@ def _tiled(tiles: tuple[tuple[int, ...], ...]) -> Any:
 SQUARE = _tiled(((16, 16), (4, 16), (2,)))
 # Drafts by readers: 16 rows by 8 columns at a time, one element a thread.
 DRAFTS_BY_READERS = _tiled(((16, 8), (4, 8), (1,)))
+# Terms of decayed keys, swizzled: two rows a warp, sixteen lanes a row.
+TERMS = _tiled(((8, 32), (2, 32), (2,)))
 _RECORDS_64 = _tiled(((16, 64), (4, 64), (8,)))
 _RECORDS_32 = _tiled(((16, 32), (4, 32), (4,)))
 _EVERY_WARP = plgpu.Layout.TILED(plgpu.Tiling(((32,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
@@ -52,7 +54,7 @@ def records_layout(key_dim: int) -> Any:
 def eight_rows_layout(key_dim: int) -> Any:
     """[8 n, K]: what swizzled rows of bfloat16 are written with. A warp takes 32 columns of all rows, or two rows of 32."""
     if key_dim % 128:
-        return _tiled(((8, 32), (2, 32), (2,)))
+        return TERMS
     return plgpu.Layout.TILED(plgpu.Tiling(((8, 128), (8, 32), (8,))), warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
 
 
@@ -141,15 +143,15 @@ def state_tile(geometry: Geometry) -> Any:
 
 
 def with_terms(name: str, rows: int, dtype: Any, in_place: bool = True) -> dict[str, Any]:
-    """Shared memory for [rows, 64] and, unless it is of 16 bits, for the two bfloat16 terms that are its sum, "..._terms"."""
+    """Shared memory for [rows, 64] and, unless it is of bfloat16, for the two such terms that are its sum, "..._terms"."""
     array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * 2
-    if jnp.dtype(dtype).itemsize == 2:
+    if dtype == bf16:
         return {name: array}
     return one_of({name: array, f"{name}_terms": terms}) if in_place else {name: array, f"{name}_terms": terms}
 
 
 def one_of(buffers: dict[str, Any]) -> dict[str, Any]:
-    """The same shared memory for several buffers, under names that ``named`` takes apart; only the last one written has a value."""
+    """The same shared memory for several buffers, under names that ``named`` takes apart: the last one written has a value."""
     return {"|".join(buffers): plgpu.RefUnion(*buffers.values())}
 
 
@@ -160,6 +162,18 @@ def named(scratch: dict[str, Any]) -> dict[str, Any]:
 
 def _pairs(names: str, refs: Any) -> Any:
     return zip(names.split("|"), refs, strict=True) if "|" in names else [(names, refs)]
+
+
+def decays(g: Geometry) -> dict[str, Any]:
+    """Shared memory for a channel gate: the ring's log decays, and in their place the terms of the decayed keys.
+
+    Three terms are exact. Two are so to 2**-17, and leave the second warpgroup of a large verify its room.
+    """
+    log_decays = plgpu.SMEM((g.window, g.key_dim), f32)
+    terms = [plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16))]
+    terms = terms * (2 if g.tokens > 1 and g.window > 16 and g.checkpoint_dtype == f32 else 3)
+    # Where every warp does all channels, none may overwrite what another has yet to read.
+    return one_of({"decays": log_decays, "decayed": terms}) | ({"since": log_decays} if g.key_dim % 128 else {})
 
 
 def swizzled(dtype: Any, columns: int = SWIZZLED) -> tuple[Any, Any]:

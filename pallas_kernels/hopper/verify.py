@@ -80,25 +80,30 @@ def verify(
         [B, T, H, V] v's dtype, zero past each row's length.
     """
     config = config or best_config(geometry)
-    return launch("replay_verify", _verify, scratch(geometry), (rows, tokens, pool), geometry, config, False, interpret)
+    return launch("replay_verify", _verify, scratch(geometry, config), (rows, tokens, pool), geometry, config, False, interpret)
 
 
-def scratch(g: Geometry) -> dict[str, Any]:
+def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
     n, rows = readers.count(g), readers.rows(g)
     exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
     weights = [plgpu.SMEM((n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS)) for _ in range(2)]
     of_drafts = plgpu.SMEM((rows, g.key_dim), g.record_dtype)
+    columns = 32 if g.channel_gate else n  # of which the products of a channel gate's records want 32
     buffers = {
         "numbers": plgpu.SMEM((8, SOURCES), f32),
-        "planes": [plgpu.SMEM((n, g.key_dim), bf16, transforms=swizzled(bf16)) for _ in range(1 if exact else 2)],
-        "products": plgpu.SMEM((SOURCES, n), f32),
+        "planes": [plgpu.SMEM((columns, g.key_dim), bf16, transforms=swizzled(bf16))] * (1 if exact else 2),
+        "products": plgpu.SMEM((SOURCES, columns), f32),
         **one_of({"between": plgpu.SMEM((DRAFTS, n), f32), "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype)}),
-        **with_terms("values", DRAFTS, g.value_dtype, in_place=g.delta_rule),  # without a delta rule they are stored as they are
+        # Without a delta rule values are stored as they are.
+        **with_terms("values", DRAFTS, g.value_dtype, in_place=g.delta_rule),
     }
     if g.channel_gate:
-        stage, by_reader = plgpu.SMEM((8, g.key_dim), f32), plgpu.SMEM((n, SOURCES), f32)
-        return buffers | {"readers": of_drafts} | one_of({"by_reader": by_reader, "stage": stage, "weights": weights})
+        stage, keys = plgpu.SMEM((8, g.key_dim), f32), plgpu.SMEM((g.window, g.key_dim), g.record_dtype)
+        buffers["readers"] = of_drafts
+        if config.heads == 1:
+            return buffers | one_of({"keys": keys, "stage": stage, "weights": weights})
+        return buffers | {"keys": keys} | one_of({"stage": stage, "weights": weights})
     keys = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)  # of the records, and behind them of the drafts
     return buffers | {"keys": keys} | one_of({"readers": of_drafts, "weights": weights})
 
@@ -119,8 +124,8 @@ def _verify(stream: Stream) -> None:
         # into tiles of eight goes astray.
         for i in range(g.tokens):
             store(s["keys"].at[g.window + i], load(s["readers"].at[first + i], channels_layout(g.key_dim)))
-        readers.store_planes(s["readers"], None, None, None, s["planes"], g)
-        store(s["products"], _multiply(s["keys"], s["planes"], g, stream.call.interpret))
+        readers.store_planes(s["readers"], None, None, s["planes"], g)
+        store(s["products"], _multiply(s["keys"], None, s["planes"], g, stream.call.interpret))
     stream.append_keys(s["readers"], first)
     barrier()
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
@@ -157,26 +162,40 @@ def _solve(stream: Stream, head: Array) -> None:
 
 
 def _decay_channels(stream: Stream, h: Array) -> None:
-    g, s = stream.g, stream.scratch
+    """Decays of a channel gate: of the records' keys, the checkpoint and the readers; and the products under them."""
+    g, s, channels = stream.g, stream.scratch, channels_layout(stream.g.key_dim)
     stream.append_gates(h)
-    zero = plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim))
-    elapsed = records.decay_channels(stream.ring, zero)
-    store(s["total"], jnp.exp(elapsed))
+    gates = [load(s["gates"].at[i], channels) for i in range(g.tokens)]
     barrier()
-    present = stream.present
-    readers.multiply_channels(s["readers"], s["gates"], present, stream.length, s["by_reader"], s["products"], g)
-    gate = jnp.exp(lax.cond(stream.due, lambda: zero, lambda: elapsed))
-    readers.store_planes(s["readers"], gate, s["gates"], s["stage"], s["planes"], g)
+    zeros = plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels)
+    for i, gate in enumerate(gates):
+        store(s["gates"].at[i], jnp.exp(gate))
+
+    def clear(i: Array, carry: None) -> None:
+        store(s["gates"].at[i], zeros)
+
+    lax.fori_loop(stream.length, g.tokens, clear, None)  # what lies past the length may be NaN
+    elapsed = records.decay_channels(stream.ring, zeros)
+    store(s["total"].at[0], jnp.exp(elapsed))
+    store(s["total"].at[1], jnp.exp(lax.cond(stream.due, lambda: zeros, lambda: elapsed)))
+    readers.store_planes(s["readers"], s["gates"], s["stage"], s["planes"], g)
+
+    @pl.when(stream.present.count > 0)
+    def _():
+        records.multiply_decayed(stream.ring, s["planes"], readers.count(g), s["products"], stream.call.interpret)
+
+    readers.multiply_channels(s["readers"], s["gates"], stream.length, s["products"], g)
 
 
 def _answer(stream: Stream, t: Array) -> None:
     """One tile: folds it if due, reads it, stores answers and updates, and asks for the next one."""
     g, s, stored = stream.g, stream.scratch, pl.ds(0, stream.g.tile_rows)
     if g.channel_gate:
-        stream.fold_if_due(t, None, s["total"])
+        stream.fold_if_due(t, None, s["total"].at[0])
     else:
         stream.fold_if_due(t, s["numbers"].at[readers.LEFT], s["numbers"][readers.TOTAL])
-    reads = _multiply(s["tile"], s["planes"], g, stream.call.interpret)
+    remains = s["total"].at[1] if g.channel_gate else None
+    reads = _multiply(s["tile"], remains, s["planes"], g, stream.call.interpret)
     stream.tile_done(t)
     answers = _combine(stream, reads)
     barrier()
@@ -232,25 +251,28 @@ def _combine(stream: Stream, reads: Array) -> Array:
     return reads * along(of_state, reads.shape, 1) + _sum_products(products, n, interpret)
 
 
-def _multiply(tile: Ref, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
-    """A tile of the state, or the sources' keys, times the readers, [64, N] float32.
+def _multiply(tile: Ref, remains: Ref | None, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
+    """A tile of the state, or what remains of each channel [K] of it, or the sources' keys, times the readers, [64, N] float32.
 
     Both are cut into bfloat16 terms, the product of the smaller ones is left out.
     """
 
     def terms(columns: Any) -> list[tuple[Array, Ref]]:
         state = load(tile.at[:, columns], STATE)
+        if remains is not None:
+            state = state.astype(f32) * along(load(remains.at[columns], COLUMNS), state.shape, 1)
         if state.dtype == bf16:
             return [(state, plane) for plane in planes]
         high, low = split(state.astype(f32))
         return [(high, planes[0]), (low, planes[0]), *((high, plane) for plane in planes[1:])]
 
-    def products() -> Iterator[Product]:
+    def products() -> Iterator[list[Product]]:
         for first in range(0, g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
-            yield [(x, plane, columns) for x, plane in terms(columns)]
+            yield [(x, plane.at[pl.ds(0, n)], columns) for x, plane in terms(columns)]
 
-    return _sum_products(products(), readers.count(g), interpret)
+    n = readers.count(g)
+    return _sum_products(products(), n, interpret)
 
 
 def _sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
