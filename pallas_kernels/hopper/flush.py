@@ -116,6 +116,7 @@ def _flush_tile(
             store(total, jnp.exp(left))
             barrier()
             plane = updates if updates_terms is None else updates_terms[0]
+            records.keep_rows(updates)
             records.fold_on_tensor_cores(tile, ring, None, total, plane, g, interpret)
         else:
             left, remains = records.decay_heads(ring)

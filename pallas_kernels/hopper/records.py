@@ -231,6 +231,15 @@ def add_product(total: Array, x: Array, y: Array, interpret: Interpret) -> Array
     return total + jnp.dot(x.astype(f32), y.astype(f32), precision="highest")
 
 
+def keep_rows(buffer: Ref) -> None:
+    """Touches one row of shared memory [L, 64] that is otherwise only accessed in two dimensions.
+
+    Such memory may get tiled, and what a copy brings then lies where nobody looks for it.
+    """
+    store(buffer.at[0], load(buffer.at[0], VALUES))
+    barrier()
+
+
 def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
     """The updates as sums of bfloat16, transposed, dead rows zero. [64, L] each
 
@@ -242,6 +251,8 @@ def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
         return [keep(load(ring.update.T, STATE), ring.age(COLUMNS) < ring.count, 1)]
     layout = records_layout(TILE_ROWS)
     shape = (ring.window, TILE_ROWS)
+    if ring.weight is not None:  # or updates are stored by row
+        keep_rows(ring.update)
 
     @pl.when(ring.count > 0)
     def _():
