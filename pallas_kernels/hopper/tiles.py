@@ -89,9 +89,13 @@ class Pool(NamedTuple):
 
     checkpoint: Ref  # [N, H, V, K] float32, bfloat16 or float16
     key: Ref  # [N, G, L, K] record dtype
-    update: Ref  # [N, H, L, V] float32 with the delta rule, else the record dtype
+    update: Ref  # [N, H, L, V] updates in float32, or values in the record dtype (raw records, or without the delta rule)
     log_decay: Ref  # [N, H, L] or [N, H, L, K] float32
-    weight: Ref | None = None  # [N, H, L] float32 without the delta rule
+    weight: Ref | None = None  # [N, H, L] float32 without the delta rule; beta in raw records
+    factor: Ref | None = None  # [N, G, L] float32, the keys' factors in raw records of the delta rule
+    payload: Ref | None = None  # of the read-out copy: [N, H, V, K] uint16 or uint8, or [N, H, V, K / 2] uint8
+    scale: Ref | None = None  # [N, H, V] or [N, H] float32
+    block_scale: Ref | None = None  # [N, H, V, K / 16] uint8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,10 @@ class Geometry:
     checkpoint_dtype: Any
     record_dtype: Any
     value_dtype: Any
+    raw: bool = False  # whether records with the delta rule are inputs and not updates
+    readout: str = "checkpoint"  # format of the copy
+    rounding: str = "nearest"
+    seed: int = 0
 
     @property
     def group_size(self) -> int:
@@ -119,7 +127,7 @@ class Geometry:
 
     @property
     def update_dtype(self) -> Any:
-        return f32 if self.delta_rule else self.record_dtype
+        return f32 if self.delta_rule and not self.raw else self.record_dtype
 
     @property
     def tile_rows(self) -> int:
