@@ -10,6 +10,8 @@ the checkpoint, those of this fold included. It knows no slot, batch row or devi
 wherever it runs, and again after its slot has been copied.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,8 +43,12 @@ def round_checkpoint(state: Array, policy: ReplayPolicy, request: Array, positio
         return jnp.clip(state, -limit, limit).astype(dtype)
     _, heads, values, keys = state.shape
     noise = checkpoint_noise(policy.seed, request, position, first_head + jnp.arange(heads), values * keys)
-    target = FLOAT16 if dtype == jnp.float16 else BFLOAT16
-    return lax.bitcast_convert_type(round_to(state, target, noise.reshape(state.shape)), dtype)
+    return round_by_chance(state, dtype, noise.reshape(state.shape))
+
+
+def round_by_chance(state: Array, dtype: Any, noise: Array) -> Array:
+    """float32 [...] to float16 or bfloat16, up where the noise [...] uint32 says so."""
+    return lax.bitcast_convert_type(round_to(state, FLOAT16 if dtype == jnp.float16 else BFLOAT16, noise), dtype)
 
 
 def checkpoint_noise(seed: int, request: Array, position: Array, heads: Array, count: int) -> Array:
@@ -57,10 +63,16 @@ def checkpoint_noise(seed: int, request: Array, position: Array, heads: Array, c
     Returns:
         [B, H, count] uint32
     """
+    element = jnp.arange(count, dtype=jnp.uint32)
+    return element_noise(seed, request[:, None, None], position[:, None, None], heads[:, None], element)
+
+
+def element_noise(seed: int, request: Array, position: Array, head: Array, element: Array) -> Array:
+    """Uniform bits for elements v K + k, by the equation above, of shapes that broadcast. int32, element uint32 -> uint32"""
     stream = _mix(jnp.uint32((seed + 0x9E3779B9) % 2**32))
-    for part in (request[:, None], position[:, None], heads):
+    for part in (request, position, head):
         stream = _mix(stream ^ part.astype(jnp.uint32))
-    return _mix(stream[..., None] ^ _mix(jnp.arange(count, dtype=jnp.uint32)))
+    return _mix(stream ^ _mix(element))
 
 
 def _mix(x: Array) -> Array:

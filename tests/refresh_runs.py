@@ -1,0 +1,164 @@
+"""The refresh kernel against the backend in jnp: from states in mid-window, with NaN in everything that must not be read."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import hopper
+from pallas_kernels.hopper.refresh import refresh
+from replayssm_jax import ReplayState, readout, replay_xla
+from replayssm_jax import rows as rows_lib
+from replayssm_jax.rounding import round_checkpoint
+from tests.cases import Case
+from tests.compare import relative_error, same_bits
+from tests.kernel_runs import mid_window
+from tests.lockstep import FAST_COMPILE
+
+# batch rows: slots out of order, two of them padding, one slot (4) that nobody names
+SLOTS = np.array([2, 9, 0, 3, -1, 5], np.int32)
+LENGTHS = np.array([1, 1, 3, 0, 1, 1], np.int32)
+_ROUNDING = {"float32": 0.0, "float16": 6e-4, "bfloat16": 5e-3}
+
+
+def geometry_of(state: ReplayState, rows: int) -> hopper.Geometry:
+    r, policy = state.recurrence, state.policy
+    return hopper.Geometry(
+        rows=rows,
+        slots=state.num_slots,
+        tokens=1,
+        value_heads=r.num_value_heads,
+        key_heads=r.num_key_heads,
+        value_dim=r.value_dim,
+        key_dim=r.key_dim,
+        window=policy.window,
+        max_draft=policy.max_draft,
+        delta_rule=r.delta_rule,
+        channel_gate=r.gate == "channel",
+        checkpoint_dtype=policy.checkpoint_dtype,
+        record_dtype=policy.record_dtype,
+        value_dtype=policy.record_dtype,
+        raw=True,
+        readout=policy.readout,
+        rounding=policy.rounding,
+        seed=policy.seed,
+    )
+
+
+def run_refresh(state: ReplayState, slots, lengths, due_only: bool, interpret=None) -> ReplayState:
+    """The state after one call of the kernel."""
+    b, copy = state.buffer, state.readout
+    arrays = {"checkpoint": state.checkpoint, "key": b.key, "update": b.update, "log_decay": b.log_decay}
+    arrays |= {"weight": b.weight, "factor": b.factor}
+    arrays |= {} if copy is None else {f.name: getattr(copy, f.name) for f in dataclasses.fields(copy)}
+    pool = {name: jax.new_ref(x) for name, x in arrays.items() if x is not None}
+    rows = hopper.Rows(slots, lengths, state.pointer.length, state.pointer.origin)
+    first_head = jnp.reshape(jnp.int32(0) if state.first_head is None else state.first_head, 1)
+    geometry = geometry_of(state, slots.shape[0])
+    refresh(rows, hopper.Pool(**pool), geometry, state.pointer.request, first_head, due_only, interpret)
+    after = {name: jax.freeze(ref) for name, ref in pool.items()}
+    buffer = dataclasses.replace(b, **{n: after[n] for n in ("key", "update", "log_decay", "weight", "factor") if n in after})
+    if copy is not None:
+        copy = dataclasses.replace(copy, **{n: after[n] for n in ("payload", "scale", "block_scale") if n in after})
+    return dataclasses.replace(state, checkpoint=after["checkpoint"], buffer=buffer, readout=copy)
+
+
+def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> ReplayState:
+    """A pool in mid-window with raw records, its read-out copy and request ids."""
+    state = mid_window(case, rng, counts)
+    factor = state.buffer.factor
+    if factor is not None:
+        factor = np.full(factor.shape, np.nan, np.float32)
+        for slot, count in enumerate(counts):
+            rows = (int(state.pointer.origin[slot]) + np.arange(count)) % case.window
+            factor[slot][:, rows] = rng.uniform(0.5, 1.5, factor[slot][:, rows].shape)
+        factor = jnp.asarray(factor)
+    scale = 10.0 ** rng.integers(-2, 2, (*state.checkpoint.shape[:3], 1))  # rows of many sizes, as scales like to have them
+    state = dataclasses.replace(
+        state,
+        checkpoint=(state.checkpoint * scale).astype(state.checkpoint.dtype),
+        buffer=dataclasses.replace(state.buffer, factor=factor),
+        pointer=dataclasses.replace(state.pointer, request=jnp.asarray(rng.integers(0, 2**31, len(counts)), jnp.int32)),
+    )
+    return with_copy(state)
+
+
+def with_copy(state: ReplayState) -> ReplayState:
+    if state.policy.readout == "checkpoint":
+        return state
+    return dataclasses.replace(state, readout=encode(state.policy.readout, state.checkpoint))
+
+
+encode = jax.jit(readout.encode, static_argnums=0, compiler_options=FAST_COMPILE)
+
+
+def as_float32(state: ReplayState) -> ReplayState:
+    """The same state with a checkpoint that a fold does not round, and without a copy."""
+    policy = dataclasses.replace(
+        state.policy, checkpoint_dtype="float32", readout="checkpoint", records="raw", rounding="nearest"
+    )
+    return dataclasses.replace(state, policy=policy, checkpoint=state.checkpoint.astype(jnp.float32), readout=None)
+
+
+@functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+def folded(state: ReplayState, slots, live) -> ReplayState:
+    """``replay_xla`` 's fold of the rows in ``live`` [B] bool."""
+    rows = rows_lib.locate(state.pointer, slots, live.astype(jnp.int32), 1)
+    ring, _ = rows_lib.take_ring(state.buffer, rows, state.policy.window)
+    return replay_xla._fold_rows(state, rows, ring, rows.live[:, 0] & (rows.length > 0))
+
+
+def folded_slots(state: ReplayState, slots, lengths, due_only: bool) -> np.ndarray:
+    """Batch rows that a refresh has to fold. [B] bool"""
+    slots, counts = np.asarray(slots), np.asarray(state.pointer.length)
+    real = (slots >= 0) & (slots < state.num_slots) & (np.asarray(lengths) > 0)
+    count = np.where(real, counts[np.where(real, slots, 0)], 0)
+    policy = state.policy
+    return (count > 0) & ((count + 2 * policy.max_draft > policy.window) | (not due_only))
+
+
+def assert_refresh_is_right(
+    state: ReplayState, slots, lengths, due_only: bool, tolerance: float, interpret=None
+) -> ReplayState:
+    """Checkpoints within the tolerance of the backend in jnp; copies of them, and all that is nobody's, bit for bit."""
+    policy = state.policy
+    run = jax.jit(functools.partial(run_refresh, due_only=due_only, interpret=interpret))
+    after = run(state, slots, lengths)
+    live = folded_slots(state, slots, lengths, due_only)
+    assert live.any()
+    want = folded(as_float32(state), slots, live)
+    touched = np.sort(np.asarray(slots)[live])
+    untouched = np.setdiff1d(np.arange(state.num_slots), touched)
+
+    dtype = policy.checkpoint_dtype.name
+    finite = np.isfinite(np.asarray(want.checkpoint, np.float32))
+    limit = float(jnp.finfo(policy.checkpoint_dtype).max)
+    expected = np.clip(np.where(finite, want.checkpoint, 0), -limit, limit)
+    got = np.where(finite, np.asarray(after.checkpoint, np.float32), 0)
+    error = relative_error(got[touched], expected[touched])
+    assert error <= tolerance + _ROUNDING[dtype] * (2 if policy.rounding == "stochastic" else 1), f"checkpoint: {error}"
+    assert same_bits(after.buffer, state.buffer), "a refresh wrote to the ring"
+    before_and_after = ((x.checkpoint[untouched], jax.tree.map(lambda y: y[untouched], x.readout)) for x in (state, after))
+    assert same_bits(*before_and_after), "a slot changed that had no part in this"
+    if policy.readout != "checkpoint":
+        copy = encode(policy.readout, after.checkpoint)
+        for field in dataclasses.fields(copy):
+            got, expected = getattr(after.readout, field.name), getattr(copy, field.name)
+            if expected is not None:
+                wrong = np.asarray(got)[touched].astype(np.float64) != np.asarray(expected)[touched]
+                assert not wrong.any(), f"{field.name}: {wrong.mean():.2%} differ, first at {np.argwhere(wrong)[0]}"
+    return after
+
+
+def assert_chance_is_right(state: ReplayState, slots, lengths, after: ReplayState, interpret=None) -> None:
+    """``after``, a refresh of ``state`` with stochastic rounding, has the rounded checkpoint of one in float32, bit for bit."""
+    exact = run_refresh(as_float32(state), slots, lengths, False, interpret)
+    which = np.asarray(slots)[folded_slots(state, slots, lengths, False)]
+    pointer = jax.tree.map(lambda x: x[which], state.pointer)
+    position = pointer.origin + pointer.length
+    first_head = 0 if state.first_head is None else state.first_head
+    want = round_checkpoint(exact.checkpoint[which], state.policy, pointer.request, position, first_head)
+    assert same_bits(after.checkpoint[which], want)
+    assert not same_bits(want, exact.checkpoint[which].astype(want.dtype)), "chance had no part in it"

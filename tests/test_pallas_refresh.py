@@ -1,0 +1,102 @@
+"""The refresh kernel in interpret mode, which runs on a CPU and finds races: every format, every switch, tiny shapes."""
+
+import dataclasses
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels.hopper.refresh import refresh_unsupported
+from tests.cases import Case
+from tests.compare import same_bits
+from tests.refresh_runs import (
+    LENGTHS,
+    SLOTS,
+    assert_chance_is_right,
+    assert_refresh_is_right,
+    geometry_of,
+    make_state,
+    run_refresh,
+)
+
+# bar.sync between threads of one warpgroup, which interpret mode runs as one
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
+COUNTS = [16, 1, 3, 16, 16, 13]
+
+
+def _case(id, heads, dims, delta_rule, gate, readout, **rest):
+    return Case(
+        id=id, heads=heads, dims=dims, delta_rule=delta_rule, gate=gate, readout=readout, records="raw", max_draft=2, **rest
+    )
+
+
+CASES = (
+    _case("gdn", (2, 1), (16, 32), True, "head", "nvfp4", activations="bfloat16"),
+    _case("gdn-two-tiles", (1, 1), (80, 64), True, "head", "nvfp4", checkpoint="bfloat16"),
+    _case("kda", (2, 2), (64, 128), True, "channel", "fp8_e4m3", activations="float16", checkpoint="float16"),
+    _case("mamba2", (2, 1), (24, 96), False, "head", "bf16", activations="bfloat16"),
+    _case("gla", (2, 1), (8, 32), False, "channel", "nvfp4"),
+    _case("none", (1, 1), (8, 32), True, "channel", "checkpoint", checkpoint="bfloat16"),
+)
+
+
+@pytest.fixture
+def no_races():
+    """The interpreter keeps its state between calls and only notes a race; newer versions raise."""
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    yield
+    found = gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    assert not found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_refresh(case, rng, no_races):
+    state = make_state(case, rng, COUNTS)
+    assert_refresh_is_right(state, SLOTS, LENGTHS, case.id in ("gdn", "kda"), 2e-6, INTERPRET)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.id)
+def test_rounding_by_chance(case, rng, no_races):
+    """A device's share of the heads, whose numbers begin elsewhere, is rounded as in ``rounding``."""
+    state = make_state(dataclasses.replace(case, rounding="stochastic", dims=(24, 32)), rng, COUNTS[:2])
+    state = dataclasses.replace(state, first_head=jnp.int32(6))
+    slots, lengths = np.array([1, 0], np.int32), np.ones(2, np.int32)
+    after = assert_refresh_is_right(state, slots, lengths, False, 2e-6, INTERPRET)
+    assert_chance_is_right(state, slots, lengths, after, INTERPRET)
+
+
+def test_the_checkpoint_does_not_depend_on_the_copy(rng, no_races):
+    case = dataclasses.replace(CASES[0], checkpoint="bfloat16")
+    pools = []
+    seed = int(rng.integers(2**31))
+    for form in ("checkpoint", "bf16", "fp8_e4m3", "nvfp4"):
+        state = make_state(dataclasses.replace(case, readout=form), np.random.default_rng(seed), COUNTS[:1])
+        pools.append(run_refresh(state, np.zeros(1, np.int32), np.ones(1, np.int32), True, INTERPRET).checkpoint)
+    assert not same_bits(pools[0], state.checkpoint)
+    for pool in pools[1:]:
+        assert same_bits(pools[0], pool)
+
+
+@pytest.mark.parametrize("readout", ["bf16", "fp8_e4m3", "nvfp4"])
+def test_what_is_not_finite_enters_no_scale(readout, rng, no_races):
+    state = make_state(dataclasses.replace(CASES[4], readout=readout), rng, [2])
+    odd = jnp.array([jnp.inf, jnp.nan, -jnp.inf, -0.0, 1e-40, 3e38, 0.0, 1e-6])
+    checkpoint = state.checkpoint.at[0, 0, jnp.arange(8), 3 * jnp.arange(8)].set(odd).at[0, 1, 2].set(0.0)
+    state = dataclasses.replace(state, checkpoint=checkpoint)
+    assert_refresh_is_right(state, np.zeros(1, np.int32), np.ones(1, np.int32), False, 2e-6, INTERPRET)
+
+
+def test_refusals_say_what_would_work(rng):
+    state = make_state(CASES[0], rng, [1])
+    g = geometry_of(state, 1)
+    assert refresh_unsupported(g) is None
+    for change, words in (
+        ({"window": 24}, "window=16"),
+        ({"key_dim": 48}, "multiples of 32"),
+        ({"value_dim": 12}, "multiples of 8"),
+        ({"value_dim": 256, "key_dim": 256}, "fp8_e4m3"),
+    ):
+        assert words in refresh_unsupported(dataclasses.replace(g, **change))
