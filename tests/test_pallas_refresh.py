@@ -23,7 +23,8 @@ from tests.refresh_runs import (
 
 # bar.sync between threads of one warpgroup, which interpret mode runs as one
 INTERPRET = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
-COUNTS = [16, 1, 3, 16, 16, 13]
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+COUNTS = [15, 16, 3, 16, 0]
 
 
 def _case(id, heads, dims, delta_rule, gate, readout, **rest):
@@ -61,7 +62,7 @@ def test_refresh(case, rng, no_races):
 @pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.id)
 def test_rounding_by_chance(case, rng, no_races):
     """A device's share of the heads, whose numbers begin elsewhere, is rounded as in ``rounding``."""
-    state = make_state(dataclasses.replace(case, rounding="stochastic", dims=(24, 32)), rng, COUNTS[:2])
+    state = make_state(dataclasses.replace(case, rounding="stochastic", dims=(16, 32)), rng, COUNTS[:2])
     state = dataclasses.replace(state, first_head=jnp.int32(6))
     slots, lengths = np.array([1, 0], np.int32), np.ones(2, np.int32)
     after = assert_refresh_is_right(state, slots, lengths, False, 2e-6, INTERPRET)
@@ -72,7 +73,7 @@ def test_the_checkpoint_does_not_depend_on_the_copy(rng, no_races):
     case = dataclasses.replace(CASES[0], checkpoint="bfloat16")
     pools = []
     seed = int(rng.integers(2**31))
-    for form in ("checkpoint", "bf16", "fp8_e4m3", "nvfp4"):
+    for form in ("checkpoint", "fp8_e4m3", "nvfp4"):
         state = make_state(dataclasses.replace(case, readout=form), np.random.default_rng(seed), COUNTS[:1])
         pools.append(run_refresh(state, np.zeros(1, np.int32), np.ones(1, np.int32), True, INTERPRET).checkpoint)
     assert not same_bits(pools[0], state.checkpoint)

@@ -4,15 +4,15 @@ Integer arithmetic on the state's register layout: what a row or a block of 16 n
 Axes: V value dim, K key dim; a tile has 64 rows, of which the first ``geometry.tile_rows`` are somebody's.
 """
 
-import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.tiles import (
     STATE,
@@ -51,26 +51,31 @@ def scratch(g: Geometry) -> dict[str, Any]:
     if g.readout == "bf16":
         return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
     if g.readout == "fp8_e4m3":
-        codes = plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))
-        return {"codes": codes, "scales": plgpu.SMEM((TILE_ROWS,), f32)}
+        return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
     return {
         "codes": plgpu.SMEM((TILE_ROWS, g.key_dim // 2), jnp.uint8),
-        "scales": plgpu.SMEM((TILE_ROWS,), f32),
         "block_scales": plgpu.SMEM((g.key_dim // BLOCK, TILE_ROWS), jnp.uint8),
     }
 
 
 def largest_by_row(tile: Ref, g: Geometry) -> Array:
     """Largest magnitude of each row as scales see it, 0 in rows that are nobody's. A tile [64, K] -> [64] int32, its bits"""
-    largest = functools.reduce(jnp.maximum, (jnp.max(_counted(_magnitude(x)), axis=1) for _, x in _pieces(tile)))
+
+    def one(first: Array, x: Array, largest: Array) -> Array:
+        return jnp.maximum(largest, jnp.max(_counted(_magnitude(x)), axis=1))
+
+    largest = _each_piece(tile, one, plgpu.layout_cast(jnp.zeros((TILE_ROWS,), i32), VALUES))
     return jnp.where(iota(largest.shape, 0, VALUES) < g.tile_rows, largest, 0)
 
 
 def encode_bf16(tile: Ref, codes: Ref) -> None:
     """A tile [64, K] -> [64, K] uint16"""
-    for columns, x in _pieces(tile):
+
+    def one(first: Array, x: Array, carry: None) -> None:
         patterns = jnp.where(_magnitude(x) < _NOT_FINITE, _round_to(x, "BFLOAT16"), 0x7FC0)
-        store(codes.at[:, columns], patterns.astype(jnp.uint16))
+        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint16))
+
+    _each_piece(tile, one, None)
 
 
 def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
@@ -78,37 +83,46 @@ def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
     scale, inverse = power_of_two_scale(largest, 448.0)
     store(scales, scale)
     limit = 2.0**127
-    for columns, x in _pieces(tile):
+
+    def one(first: Array, x: Array, carry: None) -> None:
         inside = jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
         patterns = _round_to(inside * along(inverse, x.shape, 0), "E4M3")
-        store(codes.at[:, columns], jnp.where(_magnitude(x) < _NOT_FINITE, patterns, _E4M3_NAN).astype(jnp.uint8))
+        patterns = jnp.where(_magnitude(x) < _NOT_FINITE, patterns, _E4M3_NAN)
+        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint8))
+
+    _each_piece(tile, one, None)
 
 
 def encode_nvfp4(tile: Ref, largest: Array, codes: Ref, block_scales: Ref) -> None:
     """A tile [64, K], its head's largest magnitude's bits, alike [64] -> [64, K / 2] and [K / 16, 64] uint8"""
     scale, inverse = power_of_two_scale(largest, 6.0 * 448.0)
     byte = iota((TILE_ROWS, 8), 1, STATE)
-    for columns, x in _pieces(tile):
-        words = []
+
+    def one(first: Array, x: Array, carry: None) -> None:
         for block in range(SWIZZLED // BLOCK):
-            scale_code, both = _encode_block(x[:, block * BLOCK : (block + 1) * BLOCK], scale, inverse)
-            store(block_scales.at[columns.start // BLOCK + block], scale_code)
-            words += both
-        for i in range(0, len(words), 2):  # eight bytes
-            low, high = (along(word, byte.shape, 0) for word in words[i : i + 2])
+            scale_code, words = _encode_block(x[:, block * BLOCK : (block + 1) * BLOCK], scale, inverse)
+            store(block_scales.at[first // BLOCK + block], scale_code)
+            low, high = (along(word, byte.shape, 0) for word in words)
             eight = lax.shift_right_logical(jnp.where(byte < 4, low, high), (byte & 3) * 8) & 0xFF
-            first = columns.start // 2 + 4 * i
-            store(codes.at[:, first : first + 8], eight.astype(jnp.uint8))
+            store(codes.at[:, pl.ds(first // 2 + 8 * block, 8)], eight.astype(jnp.uint8))
+
+    _each_piece(tile, one, None)
 
 
-def _pieces(tile: Ref) -> Iterator[tuple[slice, Array]]:
-    """A tile in shared memory, 32 columns at a time: all of it at once would not fit into registers with what it becomes."""
-    for first in range(0, tile.shape[1], SWIZZLED):
-        columns = slice(first, first + SWIZZLED)
-        yield columns, load(tile.at[:, columns], STATE).astype(f32)
+def _each_piece[T](tile: Ref, one: Callable[[Array, Array, T], T], carry: T) -> T:
+    """``carry = one(first column, [64, 32] float32, carry)`` for 32 columns of a tile at a time.
+
+    All of it at once would not fit into registers with what it becomes.
+    """
+
+    def piece(i: Array, carry: T) -> T:
+        first = i * SWIZZLED
+        return one(first, load(tile.at[:, pl.ds(first, SWIZZLED)], STATE).astype(f32), carry)
+
+    return lax.fori_loop(0, tile.shape[1] // SWIZZLED, piece, carry)
 
 
-def _encode_block(x: Array, scale: Array, inverse: Array) -> tuple[Array, list[Array]]:
+def _encode_block(x: Array, scale: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
     """[64, 16] float32 and the head's scale [64] -> block scales [64] uint8, two words of eight codes each, [64] int32"""
     magnitude = _magnitude(x)
     counted = _counted(magnitude)
@@ -123,7 +137,8 @@ def _encode_block(x: Array, scale: Array, inverse: Array) -> tuple[Array, list[A
     sign = lax.shift_right_logical(lax.bitcast_convert_type(x, i32), 31) << 3
     code = jnp.where(along(unit, x.shape, 0) > 0, code | sign, 0)
     shifted = code << ((iota(x.shape, 1, STATE) & (_PACKED - 1)) * 4)
-    return scale_code.astype(jnp.uint8), [jnp.sum(shifted[:, n : n + _PACKED], axis=1) for n in (0, _PACKED)]
+    low, high = (jnp.sum(shifted[:, n : n + _PACKED], axis=1) for n in (0, _PACKED))
+    return scale_code.astype(jnp.uint8), (low, high)
 
 
 def power_of_two_scale(largest: Array, limit: float) -> tuple[Array, Array]:

@@ -3,7 +3,8 @@
     S <- S alpha_j,   u = beta_j (v_j - S k_j),   S <- S + u k_j^T          for the committed records j, in order
 
 in float32, one after the other, the state in registers; then one rounding to the checkpoint's dtype, and the copy of that.
-Without the delta rule u = weight_j v_j. A row whose turn it is not costs a look at its numbers.
+Without the delta rule u = weight_j v_j. The rows whose turn it is are listed beforehand, and their heads dealt out to all
+blocks: few rows keep the whole GPU busy, and none cost the start of the blocks.
 """
 
 import dataclasses
@@ -33,11 +34,12 @@ from pallas_kernels.hopper.tiles import (
     along,
     barrier,
     compiler_params,
-    copy_if,
     f32,
     i32,
     iota,
     load,
+    named,
+    one_of,
     records_layout,
     round_to_checkpoint,
     store,
@@ -45,7 +47,9 @@ from pallas_kernels.hopper.tiles import (
 )
 
 _CHUNK = 8  # ring rows that are copied together
-_SHARED_KB, _HALF_KB = 227, 113  # of a multiprocessor, for one block and for each of two
+_SHARED_KB, _THIRD_KB = 227, 75  # of a multiprocessor, for one block and for each of three, which registers allow at best
+# Few enough that starting them for nothing costs little, and enough for the last of them to end at about the same time.
+_BLOCKS = 12 * 132
 
 
 def refresh(
@@ -70,19 +74,39 @@ def refresh(
     """
     g = geometry
     present = [name for name, ref in zip(Pool._fields, pool, strict=True) if ref is not None]
+    upto, queue = _queue(rows, g, due_only)
+    blocks = min(_BLOCKS, g.rows * g.value_heads)
 
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
-        own = Pool(**dict(zip(present, refs[6:], strict=True)))
-        _refresh_head(_Call(Rows(*refs[:4]), own, refs[4], refs[5], g, due_only, interpret), **scratch)
+        slots, _, _, _, upto, queue, request, first_head, *own = refs
+        call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), request, first_head, g, interpret)
+        block, items = lax.axis_index("block"), upto[g.rows - 1] * g.value_heads
+
+        def one(i: Array, carry: None) -> None:
+            item = block + i * blocks
+            _refresh_head(call, slots[queue[item // g.value_heads]], item % g.value_heads, **named(scratch))
+
+        lax.fori_loop(0, (items - block + blocks - 1) // blocks, one, None)
 
     plgpu.kernel(
         replay_refresh,
-        grid=(g.rows * g.value_heads,),
-        grid_names=("head",),
+        grid=(blocks,),
+        grid_names=("block",),
         scratch_types=_scratch(g),
         compiler_params=compiler_params(scalar_reductions=g.readout == "nvfp4"),
         interpret=interpret,
-    )(*rows, request, first_head, *(getattr(pool, name) for name in present))
+    )(*rows, upto, queue, request, first_head, *(getattr(pool, name) for name in present))
+
+
+def _queue(rows: Rows, g: Geometry, due_only: bool) -> tuple[Array, Array]:
+    """Rows to fold up to each one, and the rows to fold, in order; what is left of the queue holds B. [B] int32 each"""
+    slots = jnp.asarray(rows.slots)
+    wanted = (slots >= 0) & (slots < g.slots) & (rows.lengths > 0)
+    count = jnp.where(wanted, jnp.asarray(rows.length)[jnp.clip(slots, 0, g.slots - 1)], 0)
+    wanted = count > (max(0, g.window - 2 * g.max_draft) if due_only else 0)
+    b = jnp.arange(g.rows)
+    upto = jnp.sum(wanted[None, :] & (b[None, :] <= b[:, None]), axis=1, dtype=i32)
+    return upto, jnp.sum(upto[None, :] <= b[:, None], axis=1, dtype=i32)
 
 
 def refresh_unsupported(geometry: Geometry) -> str | None:
@@ -111,127 +135,122 @@ class _Call:
     request: Ref
     first_head: Ref
     g: Geometry
-    due_only: bool
     interpret: Interpret
 
 
 def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
     """Shared memory of a block, for ``held`` tiles at a time."""
     held = _held(g) if held is None else held
-    dtype, delta = jnp.dtype(g.checkpoint_dtype), g.delta_rule
-    chunks = g.window // _CHUNK
+    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // _CHUNK
     update_copies = chunks if g.tile_rows == TILE_ROWS else g.window
+    updates = plgpu.SMEM((held, g.window, TILE_ROWS), g.update_dtype)
+    keys = plgpu.SMEM((g.window, g.key_dim), g.record_dtype)
+    copy = copies.scratch(g)
+    if g.readout == "nvfp4":  # encoded when all tiles have been folded
+        records_and_copy = one_of({"updates": updates, "codes": copy["codes"]})
+        records_and_copy |= one_of({"keys": keys, "block_scales": copy["block_scales"]})
+    else:
+        records_and_copy = {"updates": updates, "keys": keys, **copy}
     return {
         "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
-        "updates": plgpu.SMEM((held, g.window, TILE_ROWS), g.update_dtype),
-        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "decays": plgpu.SMEM((g.window, g.key_dim) if g.channel_gate else (g.window,), f32),
-        "weights": plgpu.SMEM((g.window,), f32),
-        **({"factors": plgpu.SMEM((g.window,), f32)} if delta else {}),
-        **copies.scratch(g),
-        "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + delta),
+        **records_and_copy,
+        **({"decays": plgpu.SMEM((g.window, g.key_dim), f32)} if g.channel_gate else {}),
+        # by ring row: weights, keys' factors, decays of a head gate; and scales by row of a tile
+        "numbers": plgpu.SMEM((4, TILE_ROWS), f32),
+        "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
         "tile_arrived": plgpu.Barrier(num_arrivals=1 + update_copies, num_barriers=held),
     }
 
 
 def _held(g: Geometry) -> int:
-    """Tiles that a block holds: all of a head, which nvfp4 needs and others like where there is room for two such blocks."""
-    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= _HALF_KB else 1
+    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for two more blocks."""
+    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= _THIRD_KB else 1
 
 
 def _shared_kb(g: Geometry, held: int | None = None) -> int:
     """Shared memory of a block in KB: every buffer is padded to one; one more holds barriers, one a reduction."""
-    buffers: list[Any] = [x for x in _scratch(g, held).values() if hasattr(x, "dtype")]
-    return 2 + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
+    buffers = [list(getattr(x, "refs", (x,))) for x in _scratch(g, held).values()]
+    sizes = [max(_bytes(x) for x in union) for union in buffers]
+    return 1 + (g.readout == "nvfp4") + sum(-(-size // 1024) for size in sizes)
+
+
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize if hasattr(x, "dtype") else 0
 
 
 def _refresh_head(
     call: _Call,
+    slot: Array,
+    h: Array,
     *,
     tiles: Ref,
     updates: Ref,
     keys: Ref,
-    decays: Ref,
-    weights: Ref,
+    numbers: Ref,
     head_arrived: Ref,
     tile_arrived: Ref,
-    factors: Ref | None = None,
+    decays: Ref | None = None,
     **copy: Ref,
 ) -> None:
-    """The kernel's body: one value head of one row."""
-    g, rows, pool, interpret = call.g, call.rows, call.pool, call.interpret
-    index = lax.axis_index("head")
-    h, b = index % g.value_heads, index // g.value_heads
-    slot = rows.slots[b]
-    wanted = (slot >= 0) & (slot < g.slots) & (rows.lengths[b] > 0)
-    count = rows.length[jnp.where(wanted, slot, 0)]
-    due = (count + 2 * g.max_draft > g.window) if call.due_only else (count > 0)
+    """Folds the records of one value head of one slot, and stores what becomes of it."""
+    g, pool, interpret = call.g, call.pool, call.interpret
+    scales = numbers.at[3]
+    count, origin, held = call.rows.length[slot], call.rows.origin[slot], tiles.shape[0]
+    weights, factors, head_decays = (numbers.at[n, pl.ds(0, g.window)] for n in range(3))
+    left = head_decays if decays is None else decays
+    ring = Ring(keys, [keys], updates.at[0], left, None, weights, origin & (g.window - 1), count, g.window)
 
-    @pl.when(wanted & (count > 0) & due)
-    def _():
-        origin = rows.origin[slot]
-        held, key_head = tiles.shape[0], h // g.group_size
-        start = origin & (g.window - 1)
-        rings = [Ring(keys, [keys], updates.at[i], decays, None, weights, start, count, g.window) for i in range(held)]
+    def request_tile(t: Any, i: int) -> None:
+        arrived, own = tile_arrived.at[i], pl.ds(t * g.tile_rows, g.tile_rows)
+        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, own], tiles.at[i, pl.ds(0, g.tile_rows)], arrived)
+        target = dataclasses.replace(ring, update=updates.at[i])
+        records.request_updates(pool, slot, h, t * g.tile_rows, target, g, _CHUNK, arrived, interpret)
 
-        def values(t: Any) -> Any:
-            return pl.ds(t * g.tile_rows, g.tile_rows)
+    if held == g.tiles:
+        for t in range(held):
+            request_tile(t, t)
+    records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, head_arrived, interpret)
+    records.request_decays(pool, slot, h, ring, g, _CHUNK, head_arrived, interpret)
+    if pool.factor is not None:
+        plgpu.copy_gmem_to_smem(pool.factor.at[slot, h // g.group_size], factors, head_arrived)
+    plgpu.barrier_wait(head_arrived)
+    remains = jnp.exp(load(left, records_layout(g.key_dim) if g.channel_gate else SQUARE.reduce(1)))
+    barrier()
+    store(left, remains)  # rows without a record may hold anything, and are never used
+    barrier()
 
-        def stored(t: Any) -> Ref:
-            return tiles.at[t, pl.ds(0, g.tile_rows)]
-
-        def request_tile(t: Any, i: int) -> None:
-            arrived = tile_arrived.at[i]
-            plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values(t)], stored(i), arrived)
-            records.request_updates(pool, slot, h, t * g.tile_rows, rings[i], g, _CHUNK, arrived, interpret)
-
-        if held == g.tiles:
-            for t in range(held):
-                request_tile(t, t)
-        records.request_keys(pool, slot, key_head, rings[0], _CHUNK, head_arrived, interpret)
-        records.request_decays(pool, slot, h, rings[0], g, _CHUNK, head_arrived, interpret)
-        if factors is not None:
-            all_factors: Any = pool.factor
-            copy_if(count > 0, all_factors.at[slot, key_head], factors, head_arrived, interpret)
-        plgpu.barrier_wait(head_arrived)
-        layout = records_layout(g.key_dim) if g.channel_gate else SQUARE.reduce(1)
-        store(decays, jnp.exp(load(decays, layout)))  # each thread what it has read; rows without a record are never used
-        barrier()
-
-        def fold_tile(t: Any, largest: Array) -> Array:
-            i = t if held == g.tiles else 0
-            if held < g.tiles:
-                request_tile(t, 0)
-            plgpu.barrier_wait(tile_arrived.at[i])
-            ring = dataclasses.replace(rings[0], update=updates.at[i])
-            state = _fold(load(tiles.at[i], STATE).astype(f32), ring, factors, g)
-            _store_rounded(call, state, tiles.at[i], slot, h, t * g.tile_rows, origin + count)
-            if g.readout in ("fp8_e4m3", "nvfp4"):
-                by_row = copies.largest_by_row(tiles.at[i], g)
-            if g.readout == "bf16":
-                copies.encode_bf16(tiles.at[i], copy["codes"])
-            if g.readout == "fp8_e4m3":
-                copies.encode_fp8(tiles.at[i], by_row, copy["codes"], copy["scales"])
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stored(i), pool.checkpoint.at[slot, h, values(t)])
-            if g.readout in ("bf16", "fp8_e4m3"):
-                _store_codes(call, copy["codes"], slot, h, values(t))
-            if g.readout == "fp8_e4m3":
-                scales: Any = pool.scale
-                copies.store_rows(copy["scales"], scales.at[slot, h, values(t)])
-            if g.readout == "nvfp4":
-                return jnp.maximum(largest, by_row)
+    def one_tile(t: Any, largest: Array) -> Array:
+        i = t if held == g.tiles else 0
+        if held < g.tiles:
+            request_tile(t, 0)
+        plgpu.barrier_wait(tile_arrived.at[i])
+        tile, own = tiles.at[i], pl.ds(t * g.tile_rows, g.tile_rows)
+        state = load(tile, STATE).astype(f32)
+        state = _fold(state, dataclasses.replace(ring, update=updates.at[i]), factors, g)
+        _store_rounded(call, state, tile, slot, h, t * g.tile_rows, origin + count)
+        if g.readout in ("fp8_e4m3", "nvfp4"):
+            largest = jnp.maximum(largest if g.readout == "nvfp4" else 0, copies.largest_by_row(tile, g))
+        if g.readout == "bf16":
+            copies.encode_bf16(tile, copy["codes"])
+        if g.readout == "fp8_e4m3":
+            copies.encode_fp8(tile, largest, copy["codes"], scales)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, g.tile_rows)], pool.checkpoint.at[slot, h, own])
+        if g.readout in ("bf16", "fp8_e4m3"):
+            _store_codes(call, copy["codes"], slot, h, own)
+        if g.readout == "fp8_e4m3" and pool.scale is not None:
+            copies.store_rows(scales, pool.scale.at[slot, h, own])
+        if g.readout != "nvfp4":
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            return largest
+        return largest
 
-        zero = plgpu.layout_cast(jnp.zeros((TILE_ROWS,), i32), VALUES)
-        largest = lax.fori_loop(0, g.tiles, fold_tile, zero)
-        if g.readout == "nvfp4":
-            _copy_nvfp4(call, tiles, largest, slot, h, **copy)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    largest = lax.fori_loop(0, g.tiles, one_tile, plgpu.layout_cast(jnp.zeros((TILE_ROWS,), i32), VALUES))
+    if g.readout == "nvfp4":
+        _copy_nvfp4(call, tiles, largest, slot, h, scales, **copy)
+    plgpu.commit_smem()  # the next head's copies overwrite what has been read and written here
 
 
-def _fold(state: Array, ring: Ring, factors: Ref | None, g: Geometry) -> Array:
+def _fold(state: Array, ring: Ring, factors: Ref, g: Geometry) -> Array:
     """A tile's state after the committed records.
 
     Args:
@@ -252,7 +271,7 @@ def _fold(state: Array, ring: Ring, factors: Ref | None, g: Geometry) -> Array:
         u = load(ring.update.at[row], VALUES).astype(f32)
         state = state * (along(load(ring.log_decay.at[row], COLUMNS), shape, 1) if g.channel_gate else ring.log_decay[row])
         weight = weights[row]
-        if factors is not None:
+        if g.delta_rule:
             factor = factors[row]
             u = (u - factor * jnp.sum(state * key, axis=1)) * (weight * factor)
         else:
@@ -283,7 +302,7 @@ def _store_codes(call: _Call, codes: Ref, slot: Array, h: Array, values: Any) ->
 
 
 def _copy_nvfp4(
-    call: _Call, tiles: Ref, largest: Array, slot: Array, h: Array, *, codes: Ref, scales: Ref, block_scales: Ref
+    call: _Call, tiles: Ref, largest: Array, slot: Array, h: Array, scales: Ref, *, codes: Ref, block_scales: Ref
 ) -> None:
     """The copy of a head whose rounded tiles are in shared memory, from the largest magnitude in each row of a tile."""
     g, pool = call.g, call.pool
