@@ -63,14 +63,18 @@ def checkpoint_noise(seed: int, request: Array, position: Array, heads: Array, c
     Returns:
         [B, H, count] uint32
     """
-    element = jnp.arange(count, dtype=jnp.uint32)
-    return element_noise(seed, request[:, None, None], position[:, None, None], heads[:, None], element)
+    stream = request_stream(seed, request)[:, None, None]
+    return element_noise(stream, position[:, None, None], heads[:, None], jnp.arange(count, dtype=jnp.uint32))
 
 
-def element_noise(seed: int, request: Array, position: Array, head: Array, element: Array) -> Array:
-    """Uniform bits for elements v K + k, by the equation above, of shapes that broadcast. int32, element uint32 -> uint32"""
-    stream = _mix(jnp.uint32((seed + 0x9E3779B9) % 2**32))
-    for part in (request, position, head):
+def request_stream(seed: int, request: Array) -> Array:
+    """mix(mix(seed + 0x9E3779B9) ^ request) of the equation above. int32 -> uint32"""
+    return _mix(_mix(jnp.uint32((seed + 0x9E3779B9) % 2**32)) ^ request.astype(jnp.uint32))
+
+
+def element_noise(stream: Array, position: Array, head: Array, element: Array) -> Array:
+    """The rest of the equation, for elements v K + k. Shapes that broadcast; int32 but for uint32 streams and elements"""
+    for part in (position, head):
         stream = _mix(stream ^ part.astype(jnp.uint32))
     return _mix(stream ^ _mix(element))
 

@@ -75,11 +75,13 @@ def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> Repla
             rows = (int(state.pointer.origin[slot]) + np.arange(count)) % case.window
             factor[slot][:, rows] = rng.uniform(0.5, 1.5, factor[slot][:, rows].shape)
         factor = jnp.asarray(factor)
+    forgotten = (rng.random(state.buffer.log_decay.shape) < 0.02) & np.isfinite(state.buffer.log_decay)
+    log_decay = jnp.where(forgotten, -jnp.inf, state.buffer.log_decay)
     scale = 10.0 ** rng.integers(-2, 2, (*state.checkpoint.shape[:3], 1))  # rows of many sizes, as scales like to have them
     state = dataclasses.replace(
         state,
         checkpoint=(state.checkpoint * scale).astype(state.checkpoint.dtype),
-        buffer=dataclasses.replace(state.buffer, factor=factor),
+        buffer=dataclasses.replace(state.buffer, factor=factor, log_decay=log_decay),
         pointer=dataclasses.replace(state.pointer, request=jnp.asarray(rng.integers(0, 2**31, len(counts)), jnp.int32)),
     )
     return with_copy(state)

@@ -1,6 +1,7 @@
 """The refresh kernel in interpret mode, which runs on a CPU and finds races: every format, every switch, tiny shapes."""
 
 import dataclasses
+import importlib
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -57,6 +58,16 @@ def no_races():
 def test_refresh(case, rng, no_races):
     state = make_state(case, rng, COUNTS)
     assert_refresh_is_right(state, SLOTS, LENGTHS, case.id in ("gdn", "kda"), 2e-6, INTERPRET)
+
+
+@pytest.mark.parametrize(("case", "readout"), [(CASES[1], "fp8_e4m3"), (CASES[4], "nvfp4")], ids=lambda x: getattr(x, "id", x))
+def test_a_block_that_serves_several_heads(case, readout, rng, no_races, monkeypatch):
+    """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
+    refresh_module = importlib.import_module("pallas_kernels.hopper.refresh")
+    monkeypatch.setattr(refresh_module, "_BLOCKS", 2)
+    monkeypatch.setattr(refresh_module, "_THIRD_KB", 0)
+    case = dataclasses.replace(case, heads=(2, 1), readout=readout)
+    assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 
 
 @pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.id)

@@ -78,8 +78,8 @@ def refresh(
     blocks = min(_BLOCKS, g.rows * g.value_heads)
 
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
-        slots, _, _, _, upto, queue, request, first_head, *own = refs
-        call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), request, first_head, g, interpret)
+        slots, _, _, _, upto, queue, streams, first_head, *own = refs
+        call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
         block, items = lax.axis_index("block"), upto[g.rows - 1] * g.value_heads
 
         def one(i: Array, carry: None) -> None:
@@ -95,7 +95,7 @@ def refresh(
         scratch_types=_scratch(g),
         compiler_params=compiler_params(scalar_reductions=g.readout == "nvfp4"),
         interpret=interpret,
-    )(*rows, upto, queue, request, first_head, *(getattr(pool, name) for name in present))
+    )(*rows, upto, queue, copies.request_streams(g, request), first_head, *(getattr(pool, name) for name in present))
 
 
 def _queue(rows: Rows, g: Geometry, due_only: bool) -> tuple[Array, Array]:
@@ -132,7 +132,7 @@ class _Call:
 
     rows: Rows
     pool: Pool
-    request: Ref
+    streams: Ref
     first_head: Ref
     g: Geometry
     interpret: Interpret
@@ -291,9 +291,9 @@ def _store_rounded(call: _Call, state: Array, tile: Ref, slot: Array, h: Array, 
             store(tile.at[:, columns], round_to_checkpoint(piece, g.checkpoint_dtype))
             continue
         row, column = (iota(piece.shape, axis, STATE) for axis in (0, 1))
-        element = ((first + row) * g.key_dim + (start + column)).astype(jnp.uint32)
+        element = (first + row) * g.key_dim + (start + column)
         head = call.first_head[0] + h
-        store(tile.at[:, columns], copies.round_by_chance(piece, g, call.request[slot], position, head, element))
+        store(tile.at[:, columns], copies.round_by_chance(piece, g, call.streams[slot], position, head, element))
 
 
 def _store_codes(call: _Call, codes: Ref, slot: Array, h: Array, values: Any) -> None:
