@@ -48,8 +48,8 @@ from pallas_kernels.hopper.tiles import (
 
 _CHUNK = 8  # ring rows that are copied together
 _SHARED_KB, _THIRD_KB = 227, 75  # of a multiprocessor, for one block and for each of three, which registers allow at best
-# Few enough that starting them for nothing costs little, and enough for the last of them to end at about the same time.
-_BLOCKS = 12 * 132
+# Few enough that starting them for nothing costs little; one, two or three at a time on each of 132 multiprocessors.
+_BLOCKS = 6 * 132
 
 
 def refresh(
@@ -169,13 +169,9 @@ def _held(g: Geometry) -> int:
 
 def _shared_kb(g: Geometry, held: int | None = None) -> int:
     """Shared memory of a block in KB: every buffer is padded to one; one more holds barriers, one a reduction."""
-    buffers = [list(getattr(x, "refs", (x,))) for x in _scratch(g, held).values()]
-    sizes = [max(_bytes(x) for x in union) for union in buffers]
+    buffers = [x for x in _scratch(g, held).values() if hasattr(x, "dtype")]
+    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers]
     return 1 + (g.readout == "nvfp4") + sum(-(-size // 1024) for size in sizes)
-
-
-def _bytes(x: Any) -> int:
-    return math.prod(x.shape) * jnp.dtype(x.dtype).itemsize if hasattr(x, "dtype") else 0
 
 
 def _refresh_head(
