@@ -56,7 +56,7 @@ def block_scales_layout(key_dim: int) -> Any:
     if key_dim > 64:
         return plgpu.Layout.WGMMA
     tiling = plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
+    return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def columns_layout(key_dim: int) -> Any:

@@ -200,15 +200,19 @@ def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
             tiles = (plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)) for dtype in (jnp.uint16, bf16))
             return one_of(dict(zip(("tile", "numbers_of_tile"), tiles, strict=True)))
         case "fp8_e4m3":
-            words = plgpu.SMEM((stages, *decode.words_shape("fp8_e4m3", g.key_dim)), i32)
-            scales = plgpu.SMEM((stages, TILE_ROWS), f32)
-            return one_of({"tile": plgpu.SMEM(shape, u8), "words": words}) | {"row_scales": scales}
-    words = plgpu.SMEM((stages, *decode.words_shape("nvfp4", g.key_dim)), i32)
-    codes = plgpu.SMEM((stages, TILE_ROWS, g.key_dim // 2), u8)
+            return _codes(stages, g.key_dim) | {"row_scales": plgpu.SMEM((stages, TILE_ROWS), f32)}
     rows, columns = block_scale_rows(g)
     copied = plgpu.SMEM((stages, rows // g.tiles, columns), u8)
     scales = plgpu.SMEM((stages, TILE_ROWS, g.key_dim // 16), u8)
-    return one_of({"tile": codes, "words": words}) | one_of({"copied_scales": copied, "block_scales": scales})
+    return _codes(stages, g.key_dim // 2) | one_of({"copied_scales": copied, "block_scales": scales})
+
+
+def _codes(stages: int, row_bytes: int) -> dict[str, Any]:
+    """The same bytes twice. Said to be swizzled alike, or layout inference may swizzle what is loaded and not what is copied."""
+    width = min(row_bytes, 128)
+    tile = plgpu.SMEM((stages, TILE_ROWS, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
+    words = plgpu.SMEM((stages, TILE_ROWS, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
+    return one_of({"tile": tile, "words": words})
 
 
 def _row(
@@ -386,7 +390,8 @@ class _Reader:
             alpha, beta = self.token_numbers(head, i)
             before, weight = self.back(x, key, alpha, beta)
             if g.tokens > 1:
-                seen = (iota((self.readers,), 0, by_reader) >= i) & (i < self.length)
+                # a token past the length is seen by no query
+                seen = iota((self.readers,), 0, by_reader) >= jnp.where(i < self.length, i, self.readers)
                 before = jnp.where(along(seen, shape, 0), before, x)
                 weight = jnp.where(seen, weight, 0.0)
             store(s["trace"].at[g.window + i, pl.ds(0, self.readers)], weight)
@@ -512,7 +517,8 @@ class _Reader:
         answers = lax.fori_loop(0, self.ring.count, one, answers)
         for i in range(g.tokens):
             value = load(s["values"].at[stage, i], VALUES)
-            answers = weigh(answers, jnp.where(i < self.length, value.astype(f32), 0.0), g.window + i)
+            live = iota((TILE_ROWS,), 0, VALUES) < jnp.where(i < self.length, TILE_ROWS, 0)
+            answers = weigh(answers, jnp.where(live, value.astype(f32), 0.0), g.window + i)
 
             @pl.when(i < self.length)
             def _(i: int = i, value: Array = value) -> None:
