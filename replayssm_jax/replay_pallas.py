@@ -1,14 +1,18 @@
 """The GPU backend: hands a call to the Pallas kernels, which update the state's arrays in place."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from replayssm_jax.state import ReplayBuffer, ReplayState, Tokens
+from pallas_kernels.hopper.read import block_scale_rows, read
+from pallas_kernels.hopper.refresh import refresh
+from replayssm_jax.state import ReplayState, Tokens
 
 Array = jax.Array
+_Refs = tuple[Any, Any, Any]  # references to a state's checkpoint, buffer and readout
 
 
 def supports(state: ReplayState, tokens: Tokens | None = None) -> str | None:
@@ -27,12 +31,8 @@ def unsupported_shape(state: ReplayState, tokens: Tokens | None = None) -> str |
 
 def _unsupported_policy(state: ReplayState) -> str | None:
     policy = state.policy
-    if policy.readout != "checkpoint":
-        return f"readout={policy.readout!r}: the GPU kernels read the checkpoint"
-    if not policy.records_updates and state.recurrence.delta_rule:
-        return "records='raw' with the delta rule: the GPU kernels record updates"
-    if policy.rounding != "nearest":
-        return f"rounding={policy.rounding!r}: the GPU kernels round to nearest"
+    if policy.rounding != "nearest" and policy.records_updates and state.recurrence.delta_rule:
+        return f"rounding={policy.rounding!r} with records of updates: the GPU kernels take it with records='raw' or a copy"
     return None
 
 
@@ -45,17 +45,25 @@ def verify(
 ) -> tuple[ReplayState, Array]:
     """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
     geometry = _geometry(state, tokens)
-    refs = jax.tree.map(jax.new_ref, (state.checkpoint, state.buffer))
-    kernel = hopper.step if geometry.tokens == 1 else hopper.verify
-    out = kernel(_rows(state, slots, lengths), _tokens(state, tokens), _pool(*refs), geometry, interpret=interpret)
+    rows, refs = _rows(state, slots, lengths), _refs(state)
+    if geometry.folds_apart:
+        _refresh(state, rows, refs, geometry, True, interpret)
+        refs = _with_block_scales(refs, block_scale_rows(geometry))
+        out = read(rows, _tokens(state, tokens), _pool(refs), geometry, interpret=interpret)
+    else:
+        kernel = hopper.step if geometry.tokens == 1 else hopper.verify
+        out = kernel(rows, _tokens(state, tokens), _pool(refs), geometry, interpret=interpret)
     return _frozen(state, refs), out
 
 
 def flush(state: ReplayState, slots: Array | None, where: Array, interpret: hopper.Interpret = None) -> ReplayState:
     """Folds the committed records of rows in ``where`` [B] bool. The pointer is left to the caller."""
     geometry = dataclasses.replace(_geometry(state, None), rows=where.shape[0])
-    refs = jax.tree.map(jax.new_ref, (state.checkpoint, state.buffer))
-    hopper.flush(_rows(state, slots, where.astype(jnp.int32)), _pool(*refs), geometry, interpret=interpret)
+    rows, refs = _rows(state, slots, where.astype(jnp.int32)), _refs(state)
+    if geometry.folds_apart:
+        _refresh(state, rows, refs, geometry, False, interpret)
+    else:
+        hopper.flush(rows, _pool(refs), geometry, interpret=interpret)
     return _frozen(state, refs)
 
 
@@ -89,6 +97,10 @@ def _geometry(state: ReplayState, tokens: Tokens | None) -> hopper.Geometry:
         checkpoint_dtype=policy.checkpoint_dtype,
         record_dtype=record,
         value_dtype=jnp.dtype(record if tokens is None else tokens.v.dtype),
+        raw=r.delta_rule and not policy.records_updates,
+        readout=policy.readout,
+        rounding=policy.rounding,
+        seed=policy.seed,
     )
 
 
@@ -100,11 +112,12 @@ def _rows(state: ReplayState, slots: Array | None, lengths: Array) -> hopper.Row
 def _tokens(state: ReplayState, tokens: Tokens) -> hopper.Tokens:
     """The kernels take queries, keys and recorded values in the ring's dtype; it holds them exactly, so this rounds nothing."""
     record = state.policy.record_dtype
+    updates = state.recurrence.delta_rule and state.policy.records_updates
     one = jnp.ones(tokens.q.shape[:3], jnp.float32)
     return hopper.Tokens(
         q=tokens.q.astype(record),
         k=tokens.k.astype(record),
-        v=tokens.v if state.recurrence.delta_rule else tokens.v.astype(record),
+        v=tokens.v if updates else tokens.v.astype(record),
         log_decay=tokens.log_decay,
         beta=tokens.beta,
         q_scale=one if tokens.q_scale is None else tokens.q_scale,
@@ -112,10 +125,36 @@ def _tokens(state: ReplayState, tokens: Tokens) -> hopper.Tokens:
     )
 
 
-def _pool(checkpoint: jax.Ref, buffer: ReplayBuffer) -> hopper.Pool:
-    return hopper.Pool(checkpoint, buffer.key, buffer.update, buffer.log_decay, buffer.weight)
+def _refs(state: ReplayState) -> _Refs:
+    return jax.tree.map(jax.new_ref, (state.checkpoint, state.buffer, state.readout))
 
 
-def _frozen(state: ReplayState, refs: tuple[jax.Ref, ReplayBuffer]) -> ReplayState:
-    checkpoint, buffer = jax.tree.map(jax.freeze, refs)
-    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer)
+def _pool(refs: _Refs) -> hopper.Pool:
+    checkpoint, buffer, copy = refs
+    own = () if copy is None else (copy.payload, copy.scale, copy.block_scale)
+    return hopper.Pool(checkpoint, buffer.key, buffer.update, buffer.log_decay, buffer.weight, buffer.factor, *own)
+
+
+def _refresh(
+    state: ReplayState, rows: hopper.Rows, refs: _Refs, geometry: hopper.Geometry, due_only: bool, interpret: hopper.Interpret
+) -> None:
+    first_head = jnp.zeros(1, jnp.int32) if state.first_head is None else jnp.reshape(state.first_head, 1).astype(jnp.int32)
+    refresh(rows, _pool(refs), geometry, state.pointer.request, first_head, due_only, interpret)
+
+
+def _with_block_scales(refs: _Refs, dims: tuple[int, ...]) -> _Refs:
+    """The references, nvfp4's block scales as [N, H, *dims]. They are the same bytes in the same place."""
+    checkpoint, buffer, copy = refs
+    if copy is None or copy.block_scale is None:
+        return refs
+    scales = jax.freeze(copy.block_scale)
+    scales = scales.reshape(*scales.shape[:2], *dims)
+    return checkpoint, buffer, dataclasses.replace(copy, block_scale=jax.new_ref(scales))
+
+
+def _frozen(state: ReplayState, refs: _Refs) -> ReplayState:
+    checkpoint, buffer, copy = jax.tree.map(jax.freeze, refs)
+    if copy is not None and copy.block_scale is not None:
+        scales = copy.block_scale.reshape(*state.checkpoint.shape[:3], -1)
+        copy = dataclasses.replace(copy, block_scale=scales)
+    return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, readout=copy)

@@ -99,6 +99,9 @@ def test_a_named_backend_that_cannot_run_is_not_replaced(door):
         rs.flush(state, implementation="pallas")
 
 
+_STOCHASTIC = {"checkpoint": "float16", "rounding": "stochastic"}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -106,9 +109,11 @@ def test_a_named_backend_that_cannot_run_is_not_replaced(door):
         ({"dims": (8, 48)}, "key_dim=48: the GPU kernels take multiples of 32 up to 256"),
         ({"dims": (8, 288)}, "key_dim=288"),
         ({"dims": (12, 32)}, "value_dim=12: the GPU kernels take multiples of 8"),
-        ({"readout": "nvfp4"}, "readout='nvfp4': the GPU kernels read the checkpoint"),
-        ({"records": "raw"}, "records='raw' with the delta rule: the GPU kernels record updates"),
-        ({"checkpoint": "float16", "rounding": "stochastic"}, "rounding='stochastic': the GPU kernels round to nearest"),
+        ({"readout": "nvfp4", "dims": (64, 96)}, "key_dim=96 with readout='nvfp4': the GPU kernels take 64, 128 or 256"),
+        ({"records": "raw", "dims": (80, 64)}, "value_dim=80 with records='raw': the GPU kernels take multiples of 64"),
+        (_STOCHASTIC, "rounding='stochastic' with records of updates: the GPU kernels take it with records='raw' or a copy"),
+        (_STOCHASTIC | {"delta_rule": False}, "key_dim=32 with rounding='stochastic': the GPU kernels take 64, 128 or 256"),
+        ({"readout": "nvfp4", "dims": (256, 256)}, "a head of 256 x 256 needs "),
         ({"dims": (64, 256), "gate": "channel", "window": 32, "max_draft": 16}, "T=16 tokens with key_dim=256 need "),
     ],
 )
@@ -118,3 +123,23 @@ def test_kernels_say_what_would_work(changes, reason):
     refusal = replay_pallas.unsupported_shape(state, make_tokens(case, np.random.default_rng(0), 1, case.max_draft))
     assert refusal.startswith(reason)
     assert refusal.endswith("implementation='xla' takes any")
+
+
+@pytest.mark.parametrize("max_draft", [1, 8])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"readout": "nvfp4"},
+        {"readout": "bf16", "gate": "channel", "window": 32},
+        {"readout": "fp8_e4m3", "dims": (256, 256), "checkpoint": "float16", "rounding": "stochastic"},
+        {"records": "raw"},
+        {"delta_rule": False, "checkpoint": "bfloat16", "rounding": "stochastic"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_kernels_take_copies_raw_records_and_rounding_by_chance(changes, max_draft):
+    case = case_named("gdn", **({"dims": (128, 128), "activations": "bfloat16", "max_draft": max_draft} | changes))
+    state = rs.init_state(case.recurrence, case.policy, 2)
+    tokens = make_tokens(case, np.random.default_rng(0), 1, max_draft)
+    assert replay_pallas.unsupported_shape(state, tokens) is None
+    assert replay_pallas.unsupported_shape(state) is None

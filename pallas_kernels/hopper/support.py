@@ -7,8 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import launch
+from pallas_kernels.hopper.read import _scratch as read_scratch
+from pallas_kernels.hopper.read import best_read_config
+from pallas_kernels.hopper.refresh import refresh_unsupported
 from pallas_kernels.hopper.step import scratch as step_scratch
-from pallas_kernels.hopper.tiles import Geometry
+from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry
 from pallas_kernels.hopper.verify import scratch as verify_scratch
 
 _SHARED_KB = 227  # of a Hopper multiprocessor, for one block
@@ -23,6 +26,8 @@ def unsupported(geometry: Geometry) -> str | None:
         return f"key_dim={g.key_dim}: the GPU kernels take multiples of 32 up to 256"
     if g.value_dim % 8:
         return f"value_dim={g.value_dim}: the GPU kernels take multiples of 8"
+    if g.folds_apart and (reason := _unsupported_read(g)):
+        return reason
     if g.tokens > 16:
         return f"T={g.tokens} drafts: the GPU kernels take up to 16"
     if (needed := shared_kb(g)) > _SHARED_KB:
@@ -30,17 +35,31 @@ def unsupported(geometry: Geometry) -> str | None:
         return (
             f"T={g.tokens} tokens with key_dim={g.key_dim} need {needed} KB of shared memory of {_SHARED_KB}: {fix} take less"
         )
+    return refresh_unsupported(g) if g.folds_apart else None
+
+
+def _unsupported_read(g: Geometry) -> str | None:
+    what = "rounding='stochastic'" if g.rounding != "nearest" else "records='raw'"
+    what = what if g.readout == "checkpoint" else f"readout={g.readout!r}"
+    if g.key_dim not in (64, 128, 256):
+        return f"key_dim={g.key_dim} with {what}: the GPU kernels take 64, 128 or 256"
+    if g.value_dim % TILE_ROWS:
+        return f"value_dim={g.value_dim} with {what}: the GPU kernels take multiples of {TILE_ROWS}"
     return None
 
 
 def shared_kb(geometry: Geometry) -> int:
-    """Shared memory of a step or verify in KB: every buffer is padded to one, and one more holds barriers and the like."""
+    """Shared memory of a step, verify or read in KB: every buffer is padded to one, one more holds barriers and the like."""
     g = geometry
     config = launch.best_config(g)
-    own = step_scratch(g) if g.tokens == 1 else verify_scratch(g, config)
-    every = launch.common_scratch(g, config) | own
+    if g.folds_apart:
+        every = read_scratch(g, best_read_config(g))
+    else:
+        own = step_scratch(g) if g.tokens == 1 else verify_scratch(g, config)
+        every = launch.common_scratch(g, config) | own
     buffers: list[Any] = [x for x in jax.tree.leaves(every, is_leaf=_is_buffer) if _is_buffer(x)]
-    return 1 + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
+    reductions = g.folds_apart  # to a scalar: their scratch is padded too
+    return 1 + reductions + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
 
 
 def _is_buffer(x: Any) -> bool:

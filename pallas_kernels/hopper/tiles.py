@@ -126,6 +126,11 @@ class Geometry:
         return self.value_heads // self.key_heads
 
     @property
+    def folds_apart(self) -> bool:
+        """Whether ``refresh`` folds and ``read`` answers: raw records, a read-out copy or rounding by chance."""
+        return self.raw or self.readout != "checkpoint" or self.rounding != "nearest"
+
+    @property
     def update_dtype(self) -> Any:
         return f32 if self.delta_rule and not self.raw else self.record_dtype
 
