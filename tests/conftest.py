@@ -65,3 +65,15 @@ def quick_compiles(request):
     jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu" and not as_in_use)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def no_races():
+    """In interpret mode. The interpreter keeps its state between calls and only notes a race; newer versions raise."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    yield
+    found = gpu_callbacks.get_races().races_found
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    assert not found

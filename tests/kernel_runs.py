@@ -1,8 +1,10 @@
 """One call of the kernels against the law: from states in mid-window, with NaN in everything that must not be read."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,6 +13,8 @@ from replayssm_jax import ReplayState, Tokens, replay_pallas, replay_reference
 from tests.cases import Case, make_tokens, poison_dead
 from tests.compare import relative_error, same_bits
 
+# bar.sync between threads of one warpgroup, which interpret mode runs as one
+INTERPRET = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
 NUM_SLOTS = 6
 # batch rows: slots out of order, two of them padding, one slot (4) that nobody names
 SLOTS = np.array([2, 9, 0, 3, -1, 5], np.int32)
@@ -34,14 +38,16 @@ def mid_window(case: Case, rng: np.random.Generator, counts: list[int]) -> Repla
     return jax.tree.map(jnp.asarray, state)
 
 
-def make_call(case: Case, rng: np.random.Generator, tokens: int) -> tuple[ReplayState, Tokens, np.ndarray, np.ndarray]:
+def make_call(
+    case: Case, rng: np.random.Generator, tokens: int, make_state: Callable[..., ReplayState] = mid_window
+) -> tuple[ReplayState, Tokens, np.ndarray, np.ndarray]:
     """State, tokens, slots, lengths: rows with an empty ring, with a few records, with a ring that is due; ragged drafts."""
     full = case.window - case.max_draft
     counts = [full, 1, min(3, full), full, min(5, full), 0]
     lengths = np.array([tokens, tokens, max(1, tokens - 1), 0, tokens, tokens], np.int32)
     live = ((SLOTS >= 0) & (SLOTS < NUM_SLOTS))[:, None] & (np.arange(tokens) < lengths[:, None])
     drafts = poison_dead(make_tokens(case, rng, len(SLOTS), tokens), live)
-    return mid_window(case, rng, counts), jax.tree.map(jnp.asarray, drafts), SLOTS, lengths
+    return make_state(case, rng, counts), jax.tree.map(jnp.asarray, drafts), SLOTS, lengths
 
 
 def assert_verify_is_right(case: Case, rng: np.random.Generator, tokens: int, tolerance: float, interpret=None) -> None:

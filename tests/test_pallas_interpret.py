@@ -8,10 +8,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import hopper
 from tests.cases import Case
-from tests.kernel_runs import assert_flush_is_right, assert_verify_is_right, with_drafts
-
-# bar.sync between threads of one warpgroup, which interpret mode runs as one
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
+from tests.kernel_runs import INTERPRET, assert_flush_is_right, assert_verify_is_right, with_drafts
 
 
 def _case(id, heads, dims, delta_rule, gate, **rest):
@@ -34,16 +31,6 @@ VERIFIES = (
     (STEPS[3], 8),
     (STEPS[4], 2),
 )
-
-
-@pytest.fixture
-def no_races():
-    """The interpreter keeps its state between calls and only notes a race; newer versions raise."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    found = gpu_callbacks.get_races().races_found
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert not found
 
 
 @pytest.mark.parametrize("case", STEPS, ids=lambda case: case.id)

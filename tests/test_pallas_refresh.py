@@ -3,15 +3,14 @@
 import dataclasses
 import importlib
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels.hopper.refresh import refresh_unsupported
 from tests.cases import Case
 from tests.compare import same_bits
+from tests.kernel_runs import INTERPRET
 from tests.refresh_runs import (
     LENGTHS,
     SLOTS,
@@ -22,8 +21,6 @@ from tests.refresh_runs import (
     run_refresh,
 )
 
-# bar.sync between threads of one warpgroup, which interpret mode runs as one
-INTERPRET = plgpu.InterpretGPUParams(detect_races=True, inline_mgpu="ignore")
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 COUNTS = [15, 16, 3, 16, 0]
 
@@ -42,16 +39,6 @@ CASES = (
     _case("gla", (2, 1), (8, 32), False, "channel", "nvfp4"),
     _case("none", (1, 1), (8, 32), True, "channel", "checkpoint", checkpoint="bfloat16"),
 )
-
-
-@pytest.fixture
-def no_races():
-    """The interpreter keeps its state between calls and only notes a race; newer versions raise."""
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    yield
-    found = gpu_callbacks.get_races().races_found
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    assert not found
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
