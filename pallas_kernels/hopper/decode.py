@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -71,7 +71,7 @@ def store_plane(form: str, plane: Ref, x: Array, interpret: Interpret) -> None:
 
     Args:
         form: of the read-out.
-        plane: its rows past those of x are filled with zeros. [8 n, K] of 16 bits, ``swizzled``
+        plane: rows past those of x keep what they hold. [8 n, K] of 16 bits, ``swizzled``
         x: in ``columns_layout``. [4 m, K]
         interpret: parameters of interpret mode.
     """
@@ -94,12 +94,13 @@ def store_plane(form: str, plane: Ref, x: Array, interpret: Interpret) -> None:
         if before:
             one = ir.VectorType.get((1,), x.mlir_dtype)
             registers = [vector.extract_strided_slice(one, r, [i], [1], [1]) for r in registers for i in range(block // 32)]
-        every = np.full(math.prod(target.registers_shape(shape)), _zeros(registers[0].type), dtype=object)
+        every = np.full(math.prod(target.registers_shape(shape)), None, dtype=object)
         every[: len(registers)] = registers
-        array = fragmented_array.FragmentedArray(
-            _registers=every.reshape(target.registers_shape(shape)), _layout=target, _is_signed=None
-        )
-        array.store_tiled(plane, swizzle=transforms[1].swizzle, optimized=False)
+        every = every.reshape(target.registers_shape(shape))
+        moves = fragmented_array.FragmentedArray.transfer_tiled(plane, transforms[1].swizzle, target, shape, optimized=False)
+        for pick, _, _, address in moves:
+            if (register := pick(every)) is not None:
+                llvm.store(register, address)
 
     put(plane, x)
 
@@ -112,8 +113,31 @@ def _ordered(form: str, x: Array) -> Array:
     return bits.transpose(0, 1, *(2 + before.index(name) for name in after), bits.ndim - 1).reshape(x.shape)
 
 
-def _zeros(kind: Any) -> Any:
-    return arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(ir.VectorType(kind).element_type, 0.0)))
+def load_column(column: Ref, rows: int, layout: Any, interpret: Interpret) -> Array:
+    """A column [n, 1] of float32 in shared memory, n <= rows, by row of ``columns_layout``; rows past n are anything finite.
+
+    Each warp loads the one number of its row, for which ``load`` has no layout.
+    """
+    count = column.shape[0]
+    if interpret is not None:
+        return jnp.pad(column[...][:, 0], (0, rows - count))
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), f32, layout=layout))
+    def of_warps(context: Any, column: Any) -> Any:
+        target, index = layout.to_mgpu(), ir.IndexType.get()
+        warp = arith.index_cast(index, mgpu_utils.warp_idx(sync=False))
+        warp = arith.remui(warp, mgpu.c(4, index))
+        registers = []
+        for first in range(0, rows, 4):
+            row = arith.minui(arith.addi(warp, mgpu.c(first, index)), mgpu.c(count - 1, index))
+            number = memref.load(column, [row, mgpu.c(0, index)])
+            registers.append(vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), number))
+        array = np.empty(len(registers), dtype=object)
+        array[:] = registers
+        shape = target.registers_shape((rows,))
+        return fragmented_array.FragmentedArray(_registers=array.reshape(shape), _layout=target, _is_signed=None)
+
+    return of_warps(column)
 
 
 def decode_fp8(words: Array, interpret: Interpret) -> Array:

@@ -14,7 +14,7 @@ Rows that were due have been folded by ``refresh``, in a kernel before this one.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -50,42 +50,44 @@ from pallas_kernels.hopper.tiles import (
     load,
     named,
     one_of,
+    records_layout,
     split,
     split_exactly,
     store,
     swizzled,
 )
-from pallas_kernels.hopper.verify import Product, _sum_products
+from pallas_kernels.hopper.readers import DRAFTS, SOURCES
+from pallas_kernels.hopper.verify import Product
+from pallas_kernels.hopper.verify import _sum_products as sum_products
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
-_STAGED_BYTES = 40 * 1024  # of tiles that are on their way at once
+COPY_SCALES = 32  # where in the last row of "numbers" the scales of nvfp4 begin
 _CHUNK = 8  # ring rows that are copied together
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadConfig:
-    """How the work is cut: value heads that one warpgroup serves, tiles that are on their way at once."""
+    """How the work is cut: value heads that one warpgroup serves, and how many of them are on their way at once."""
 
     heads: int
     stages: int
 
 
 def best_read_config(g: Geometry) -> ReadConfig:
-    """As many heads of one key head as share its queries, but enough warpgroups to fill the GPU."""
-    enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
-    heads = 1 if g.channel_gate else max(n for n in (1, 2, 4) if g.group_size % n == 0 and n <= enough)
-    return ReadConfig(heads, max(1, min(heads * g.tiles, _STAGED_BYTES // tile_bytes(g))))
+    """As many heads of one key head as share its queries, but enough warpgroups to fill the GPU.
+
+    One head at a time: warpgroups that live side by side hide each other's waiting better than what is requested ahead.
+    """
+    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 8 if g.tokens == 1 else 4
+    if g.channel_gate:
+        return ReadConfig(1, 1)
+    return ReadConfig(max(n for n in (1, 2, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)), 1)
 
 
 def source_dtype(g: Geometry) -> Any:
     """Of what is read: the checkpoint's, or the copy's codes'."""
     return {"checkpoint": jnp.dtype(g.checkpoint_dtype), "bf16": jnp.dtype(jnp.uint16)}.get(g.readout, jnp.dtype(jnp.uint8))
-
-
-def tile_bytes(g: Geometry) -> int:
-    columns = g.key_dim // 2 if g.readout == "nvfp4" else g.key_dim
-    return TILE_ROWS * columns * source_dtype(g).itemsize
 
 
 def read(
@@ -129,9 +131,9 @@ def read(
 
 
 def block_scale_rows(g: Geometry) -> tuple[int, int]:
-    """Shape in which a copy wants the block scales of a value head: rows of at most 256 bytes, tiles of whole rows."""
-    size = TILE_ROWS * g.key_dim // 16
-    return g.tiles * max(1, size // 256), min(size, 256)
+    """Shape in which a copy wants the block scales of a value head: rows of at most 256 bytes."""
+    size = g.value_dim * g.key_dim // 16
+    return (size // 256, 256) if size % 256 == 0 else (1, size)
 
 
 def _readers(g: Geometry, config: ReadConfig) -> int:
@@ -154,7 +156,7 @@ def _planes(g: Geometry) -> tuple[int, Any]:
 
 
 def _arrivals(g: Geometry) -> tuple[int, int]:
-    """Copies of what comes at the start, and of what comes with a tile."""
+    """Copies of what comes at the start, and of what comes with a value head."""
     chunks = g.window // _CHUNK
     start = 2 + chunks + (chunks if g.channel_gate else 0) + (not g.channel_gate) + 1 + g.delta_rule
     return start, 1 + (g.readout in ("fp8_e4m3", "nvfp4")) + chunks + 1
@@ -164,7 +166,7 @@ def _scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     s, n, r = config.stages, _columns(g, config), _readers(g, config)
     count, dtype = _planes(g)
     decays = (g.window, g.key_dim) if g.channel_gate else (config.heads, g.window)
-    start, with_tile = _arrivals(g)
+    start, with_head = _arrivals(g)
     scratch = {
         "queries": plgpu.SMEM((r if g.tokens > 1 else 1, g.key_dim), g.record_dtype),
         "token_keys": plgpu.SMEM((g.tokens, g.key_dim), g.record_dtype),
@@ -172,15 +174,18 @@ def _scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
         "decays": plgpu.SMEM(decays, f32),
         "weights": plgpu.SMEM((config.heads, g.window), f32),
         "numbers": plgpu.SMEM((4, 64), f32),
-        "trace": plgpu.SMEM((g.window + g.tokens, n), f32),
+        "trace": plgpu.SMEM((SOURCES, n), f32),
         "scales": plgpu.SMEM((n,), f32),
-        "planes": [plgpu.SMEM((n, g.key_dim), dtype, transforms=swizzled(dtype))] * count,
-        "updates": plgpu.SMEM((s, g.window, TILE_ROWS), g.record_dtype),
-        "values": plgpu.SMEM((s, g.tokens, TILE_ROWS), g.record_dtype),
+        "dots": plgpu.SMEM((g.window,), f32),
+        "planes": plgpu.SMEM((count * n, g.key_dim), dtype, transforms=swizzled(dtype)),
+        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
+        "values": plgpu.SMEM((s, g.tokens, g.value_dim), g.record_dtype),
         "start_arrived": plgpu.Barrier(num_arrivals=start),
-        "tile_arrived": plgpu.Barrier(num_arrivals=with_tile, num_barriers=s),
+        "head_arrived": plgpu.Barrier(num_arrivals=with_head, num_barriers=s),
         **_tile_scratch(g, s),
     }
+    if g.record_dtype == bf16:
+        scratch["weighing"] = plgpu.SMEM((2 * n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS))
     if g.delta_rule:
         scratch["factors"] = plgpu.SMEM((g.window,), f32)
     if g.channel_gate:
@@ -191,8 +196,8 @@ def _scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
 
 
 def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
-    """Shared memory of the tiles: as they are copied, under "tile", and as they are read."""
-    shape, u8 = (stages, TILE_ROWS, g.key_dim), jnp.uint8
+    """Shared memory of what is read: as it is copied, under "tile", and as it is loaded."""
+    shape, u8 = (stages, g.value_dim, g.key_dim), jnp.uint8
     match g.readout:
         case "checkpoint":
             return {"tile": plgpu.SMEM(shape, jnp.dtype(g.checkpoint_dtype), transforms=swizzled(g.checkpoint_dtype))}
@@ -200,18 +205,17 @@ def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
             tiles = (plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)) for dtype in (jnp.uint16, bf16))
             return one_of(dict(zip(("tile", "numbers_of_tile"), tiles, strict=True)))
         case "fp8_e4m3":
-            return _codes(stages, g.key_dim) | {"row_scales": plgpu.SMEM((stages, TILE_ROWS), f32)}
-    rows, columns = block_scale_rows(g)
-    copied = plgpu.SMEM((stages, rows // g.tiles, columns), u8)
-    scales = plgpu.SMEM((stages, TILE_ROWS, g.key_dim // 16), u8)
-    return _codes(stages, g.key_dim // 2) | one_of({"copied_scales": copied, "block_scales": scales})
+            return _codes(stages, g.value_dim, g.key_dim) | {"row_scales": plgpu.SMEM((stages, g.value_dim), f32)}
+    copied = plgpu.SMEM((stages, *block_scale_rows(g)), u8)
+    scales = plgpu.SMEM((stages, g.value_dim, g.key_dim // 16), u8)
+    return _codes(stages, g.value_dim, g.key_dim // 2) | one_of({"copied_scales": copied, "block_scales": scales})
 
 
-def _codes(stages: int, row_bytes: int) -> dict[str, Any]:
+def _codes(stages: int, rows: int, row_bytes: int) -> dict[str, Any]:
     """The same bytes twice. Said to be swizzled alike, or layout inference may swizzle what is loaded and not what is copied."""
     width = min(row_bytes, 128)
-    tile = plgpu.SMEM((stages, TILE_ROWS, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
-    words = plgpu.SMEM((stages, TILE_ROWS, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
+    tile = plgpu.SMEM((stages, rows, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
+    words = plgpu.SMEM((stages, rows, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
     return one_of({"tile": tile, "words": words})
 
 
@@ -266,27 +270,34 @@ class _Reader:
         self.ring = Ring(
             s["keys"], [], s["updates"], s["decays"], None, s["weights"], start, jnp.where(due, 0, recorded), g.window
         )
-        self.num_tiles = self.config.heads * g.tiles
         self.readers, self.layout = _readers(g, self.config), decode.columns_layout(g.key_dim)
 
     def run(self) -> None:
-        g = self.g
+        g, config = self.g, self.config
         self.request_start()
-        for t in range(self.config.stages):
-            self.request_tile(jnp.int32(t))
+        for head in range(config.stages):
+            self.request_head(jnp.int32(head))
         self.store_numbers()
         plgpu.barrier_wait(self.s["start_arrived"])
         barrier()
         self.append()
+        if g.tokens == 1:
+            self.take_back(jnp.int32(0))
 
-        def one(t: Array, carry: None) -> None:
-            if g.tokens == 1:
-                pl.when(t == 0)(lambda: self.take_back(jnp.int32(0)))
-            else:
-                pl.when(t % g.tiles == 0)(lambda: self.take_back(t // g.tiles))
-            self.answer(t)
+        def one(head: Array, carry: None) -> None:
+            if g.tokens > 1:
+                self.take_back(head)
+            stage = head % config.stages
+            plgpu.barrier_wait(self.s["head_arrived"].at[stage])
+            for part in range(g.tiles):
+                self.answer(head, stage, part)
 
-        lax.fori_loop(0, self.num_tiles, one, None)
+            @pl.when(head + config.stages < config.heads)
+            def _():
+                plgpu.commit_smem()
+                self.request_head(head + config.stages)
+
+        lax.fori_loop(0, config.heads, one, None)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Copies.
@@ -308,29 +319,30 @@ class _Reader:
         if g.delta_rule:
             plgpu.copy_gmem_to_smem(pool.factor.at[self.slot, self.key_head], s["factors"], arrived)
 
-    def request_tile(self, t: Array) -> None:
-        """Requests tile ``t``, its scales, its part of the records' values and of the tokens' ones."""
+    def request_head(self, head: Array) -> None:
+        """Requests what is read of a value head, its scales, the records' values and the tokens' ones."""
         g, s, pool, slot, interpret = self.g, self.s, self.pool, self.slot, self.interpret
-        h, part, stage = self.first_head + t // g.tiles, t % g.tiles, t % self.config.stages
-        values, arrived = pl.ds(part * TILE_ROWS, TILE_ROWS), s["tile_arrived"].at[stage]
+        h, stage = self.first_head + head, head % self.config.stages
+        arrived = s["head_arrived"].at[stage]
         source = pool.checkpoint if g.readout == "checkpoint" else pool.payload
-        plgpu.copy_gmem_to_smem(source.at[slot, h, values], s["tile"].at[stage], arrived)
+        plgpu.copy_gmem_to_smem(source.at[slot, h], s["tile"].at[stage], arrived)
         if g.readout == "fp8_e4m3":
-            plgpu.copy_gmem_to_smem(pool.scale.at[slot, h, values], s["row_scales"].at[stage], arrived)
+            plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
         if g.readout == "nvfp4":
-            rows = block_scale_rows(g)[0] // g.tiles
-            source = pool.block_scale.at[slot, h, pl.ds(part * rows, rows)]
-            plgpu.copy_gmem_to_smem(source, s["copied_scales"].at[stage], arrived)
+            plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
         for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, _CHUNK)):
-            rows_of_ring = pl.ds(i * _CHUNK, _CHUNK)
-            source = pool.update.at[slot, h, rows_of_ring, values]
-            records.copy_if(wanted, source, s["updates"].at[stage, rows_of_ring], arrived, interpret)
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, values], s["values"].at[stage], arrived)
+            rows = pl.ds(i * _CHUNK, _CHUNK)
+            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
+        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage], arrived)
 
-    # The tokens' numbers: rows of "numbers" hold log decays and betas by head and token, scales of queries and keys by token.
+    # The tokens' numbers: rows of "numbers" hold log decays and betas by head and token, scales of queries and keys by token;
+    # behind the latter those of the heads' copies.
 
     def store_numbers(self) -> None:
         g, numbers, b = self.g, self.s["numbers"], self.b
+        if g.readout == "nvfp4":
+            for h in range(self.config.heads):
+                numbers[3, COPY_SCALES + h] = self.pool.scale[self.slot, self.first_head + h]
         for i in range(g.tokens):
             for h in range(self.config.heads):
                 if not g.channel_gate:
@@ -386,9 +398,8 @@ class _Reader:
             x = load(s["queries"], self.layout).astype(f32) * along(scale, shape, 0)
 
         for i in reversed(range(g.tokens)):
-            key = load(s["token_keys"].at[i], by_column).astype(f32) * s["numbers"][3, i]
-            alpha, beta = self.token_numbers(head, i)
-            before, weight = self.back(x, key, alpha, beta)
+            key = load(s["token_keys"].at[i], by_column).astype(f32)
+            before, weight = self.back(x, key, *self.token_numbers(head, i), s["numbers"][3, i])
             if g.tokens > 1:
                 # a token past the length is seen by no query
                 seen = iota((self.readers,), 0, by_reader) >= jnp.where(i < self.length, i, self.readers)
@@ -400,8 +411,6 @@ class _Reader:
         def one(j: Array, x: Array) -> Array:
             row = ring.row(ring.count - 1 - j)
             key = load(s["keys"].at[row], by_column).astype(f32)
-            if g.delta_rule:
-                key = key * s["factors"][row]
             if g.channel_gate:
                 alpha = jnp.exp(load(s["decays"].at[row], by_column))
                 beta: Any = s["weights"][0, row]
@@ -409,19 +418,41 @@ class _Reader:
                 alpha, beta = jnp.exp(self.by_head(s["decays"], row)), self.by_head(s["weights"], row)
             else:
                 alpha, beta = jnp.exp(s["decays"][head, row]), s["weights"][head, row]
-            x, weight = self.back(x, key, alpha, beta)
+            x, weight = self.back(x, key, alpha, beta, s["factors"][row] if g.delta_rule else None)
             store(s["trace"].at[row, pl.ds(0, self.readers)], weight)
             return x
 
-        self.store_planes(lax.fori_loop(0, ring.count, one, x))
+        if g.tokens == 1 and not (g.delta_rule or g.channel_gate):
+            self.decay_back(x)
+        else:
+            self.store_planes(lax.fori_loop(0, ring.count, one, x))
+        if "weighing" in s:
+            self.store_weighing()
+        plgpu.commit_smem()  # the tensor cores read the planes
+
+    def decay_back(self, x: Array) -> None:
+        """``take_back`` of x through the records where only a head gate changes it: its direction stays."""
+        g, s, ring, layout = self.g, self.s, self.ring, records_layout(self.g.key_dim)
+
+        @pl.when(ring.count > 0)
+        def _():
+            query = load(s["queries"].at[0], layout.reduce(0)).astype(f32) * s["numbers"][2, 0]
+            keys = load(s["keys"], layout).astype(f32)
+            store(s["dots"], jnp.sum(keys * along(query, keys.shape, 1), axis=1))
+            barrier()
+
+        def one(j: Array, remains: Array) -> Array:
+            row = ring.row(ring.count - 1 - j)
+            weight = self.by_head(s["weights"], row) * (gate * remains) * s["dots"][row]
+            store(s["trace"].at[row, pl.ds(0, self.readers)], weight)
+            return remains * jnp.exp(self.by_head(s["decays"], row))
+
+        gate, _ = self.token_numbers(jnp.int32(0), 0)
+        self.store_planes(x, lax.fori_loop(0, ring.count, one, jnp.ones_like(gate)))
 
     def by_head(self, ref: Ref, row: Array) -> Array:
-        """A column of [heads, L]: no load of it is possible as one."""
-        reader = iota((self.readers,), 0, self.layout.reduce(1))
-        column = plgpu.layout_cast(jnp.full((self.readers,), ref[0, row]), self.layout.reduce(1))
-        for h in range(1, self.config.heads):
-            column = jnp.where(reader == h, ref[h, row], column)
-        return column
+        """A column of [heads, L], by reader."""
+        return decode.load_column(ref.at[:, pl.ds(row, 1)], self.readers, self.layout.reduce(1), self.interpret)
 
     def token_numbers(self, head: Array, i: int) -> tuple[Any, Any]:
         """Gate and weight of a token, by reader (T = 1) or for all of them."""
@@ -434,91 +465,104 @@ class _Reader:
             return jnp.exp(gate), beta
         return jnp.exp(numbers[0, head * g.tokens + i]), numbers[1, head * g.tokens + i]
 
-    def back(self, x: Array, key: Array, alpha: Any, beta: Any) -> tuple[Array, Array]:
-        """x and w of one token; alpha a scalar, by reader, or by channel."""
-        weight = jnp.sum(x * along(key, x.shape, 1), axis=1) * beta
+    def back(self, x: Array, key: Array, alpha: Any, beta: Any, factor: Any) -> tuple[Array, Array]:
+        """x and w of one token; alpha a scalar, by reader, or by channel; the key's factor None if beta has it."""
+        weight = jnp.sum(x * along(key, x.shape, 1), axis=1) * (beta if factor is None else beta * factor)
         if self.g.delta_rule:
-            x = x - along(weight, x.shape, 0) * along(key, x.shape, 1)
+            x = x - along(weight * factor, x.shape, 0) * along(key, x.shape, 1)
         if alpha.ndim == 0:
             return x * alpha, weight
         return x * along(alpha, x.shape, 1 if self.g.channel_gate else 0), weight
 
-    def store_planes(self, x: Array) -> None:
-        """x as the sum of planes of 16 bits, in the order of the tile's columns; float16 of x over a power of two."""
+    def store_planes(self, x: Array, remains: Array | None = None) -> None:
+        """x times ``remains`` [R] as the sum of planes of 16 bits, in the order of the tile's columns, and its factor.
+
+        The factor takes what remains of x, and of float16 planes a power of two, so that they hold x.
+        """
         g, s, (count, dtype) = self.g, self.s, _planes(self.g)
         readers = pl.ds(0, self.readers)
         if dtype == f16:
             field = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), i32) & 0x7F800000
             field = jnp.minimum(jnp.maximum(field, 2 << 23), 252 << 23)
             inverse = lax.bitcast_convert_type((254 << 23) - field, f32)
-            store(s["scales"].at[readers], lax.bitcast_convert_type(field, f32) / decode.UNIT.get(g.readout, 1.0))
+            factor = lax.bitcast_convert_type(field, f32) * (1 / decode.UNIT.get(g.readout, 1.0))
             x = x * along(inverse, x.shape, 0)
             high = x.astype(f16)
             terms: Any = (high, (x - high.astype(f32)).astype(f16))
         else:
-            store(s["scales"].at[readers], plgpu.layout_cast(jnp.ones((self.readers,), f32), self.layout.reduce(1)))
+            factor = plgpu.layout_cast(jnp.ones((self.readers,), f32), self.layout.reduce(1))
             terms = split_exactly(x) if count == 3 else split(x, nearest=True)
-        for plane, term in zip(s["planes"], terms, strict=True):
-            decode.store_plane(g.readout, plane, term, self.interpret)
-        plgpu.commit_smem()  # the tensor cores read the planes
+        store(s["scales"].at[readers], factor if remains is None else factor * remains)
+        n = _columns(g, self.config)
+        for i, term in enumerate(terms):
+            decode.store_plane(g.readout, s["planes"].at[pl.ds(i * n, n)], term, self.interpret)
+
+    def store_weighing(self) -> None:
+        """The records' weights as the sum of two bfloat16 planes, dead ones 0."""
+        s, g, shape = self.s, self.g, self.s["trace"].shape
+        barrier()
+        by_source = iota((SOURCES,), 0, VALUES)
+        recorded = (by_source < g.window) & (((by_source - self.ring.start) & (g.window - 1)) < self.ring.count)
+        weights = jnp.where(along(recorded, shape, 0), load(s["trace"], STATE), 0.0)
+        for i, term in enumerate(split(weights, nearest=True)):
+            store(s["weighing"].at[pl.ds(i * shape[1], shape[1])].T, term)
 
     # Answers.
 
-    def answer(self, t: Array) -> None:
-        """One tile: reads it, stores answers and values, and asks for the next one in its place."""
-        g, s, stage = self.g, self.s, t % self.config.stages
-        head, first = t // g.tiles, (t % g.tiles) * TILE_ROWS
-        h, values, n = self.first_head + head, pl.ds(first, TILE_ROWS), _columns(g, self.config)
-        plgpu.barrier_wait(s["tile_arrived"].at[stage])
-        answers = _sum_products(self.products(stage), n, self.interpret)
+    def answer(self, head: Array, stage: Array, part: int) -> None:
+        """64 values: reads their rows of the state, stores answers and values."""
+        g, s = self.g, self.s
+        values = pl.ds(part * TILE_ROWS, TILE_ROWS)
+        answers = self.multiply(self.products(stage, values), s["planes"])
         answers = answers * along(load(s["scales"], COLUMNS), answers.shape, 1)
         if g.readout == "nvfp4":
-            answers = answers * self.pool.scale[self.slot, h]
+            answers = answers * s["numbers"][3, COPY_SCALES + head]
         if g.readout == "fp8_e4m3":
-            answers = answers * along(load(s["row_scales"].at[stage], VALUES), answers.shape, 0)
-        if g.tokens == 1:
-            self.answer_one(t, answers)
-        else:
-            self.answer_many(t, answers)
-        plgpu.commit_smem()
-
-        @pl.when(t + self.config.stages < self.num_tiles)
-        def _():
-            self.request_tile(t + self.config.stages)
-
-    def answer_one(self, t: Array, answers: Array) -> None:
-        g, s, stage = self.g, self.s, t % self.config.stages
-        head, values = t // g.tiles, pl.ds((t % g.tiles) * TILE_ROWS, TILE_ROWS)
+            answers = answers * along(load(s["row_scales"].at[stage, values], VALUES), answers.shape, 0)
+        answers = answers + self.weigh_records(stage, values, answers.shape)
         h = self.first_head + head
+        if g.tokens == 1:
+            self.answer_one(head, h, stage, values, answers)
+        else:
+            self.answer_many(h, stage, values, answers)
+
+    def multiply(self, products: Iterable[list[Product]], planes: Ref) -> Array:
+        """The sum of products with planes [i N, columns], and of these. [64, N]"""
+        both = sum_products(products, planes.shape[0], self.interpret)
+        n = _columns(self.g, self.config)
+        parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
+        return sum(parts[1:], parts[0])
+
+    def weigh_records(self, stage: Array, values: Any, shape: tuple[int, int]) -> Array:
+        """What the records add to the answers: their values by the weights in "trace"."""
+        s, ring = self.s, dataclasses.replace(self.ring, update=self.s["updates"].at[stage, :, values])
+        if "weighing" in s:
+            (terms,) = records.sources(ring, None)
+            columns = range(0, self.g.window, DRAFTS)
+            return self.multiply(([(terms[:, i : i + DRAFTS], s["weighing"], pl.ds(i, DRAFTS))] for i in columns), s["weighing"])
+
+        def one(j: Array, answers: Array) -> Array:
+            row = ring.row(j)
+            value = load(s["updates"].at[stage, row, values], VALUES).astype(f32)
+            return answers + along(value, shape, 0) * along(load(s["trace"].at[row], COLUMNS), shape, 1)
+
+        return lax.fori_loop(0, ring.count, one, plgpu.layout_cast(jnp.zeros(shape, f32), STATE))
+
+    def answer_one(self, head: Array, h: Array, stage: Array, values: Any, answers: Array) -> None:
+        g, s = self.g, self.s
         answer = jnp.sum(jnp.where(iota(answers.shape, 1, STATE) == head, answers, 0.0), axis=1)
-
-        def one(j: Array, counts: Array, answer: Array) -> Array:
-            row = self.ring.row(j)
-            return answer + load(s["updates"].at[stage, row], VALUES).astype(f32) * (counts * s["trace"][row, head])
-
-        answer = records.visit(self.ring.count, one, answer)
-        value = load(s["values"].at[stage, 0], VALUES)
+        value = load(s["values"].at[stage, 0, values], VALUES)
         answer = answer + value.astype(f32) * s["trace"][g.window, head]
         store(self.out.at[self.b, 0, h, values], answer.astype(g.value_dtype))
         store(self.pool.update.at[self.slot, h, self.ring.row(self.recorded), values], value)
 
-    def answer_many(self, t: Array, answers: Array) -> None:
-        g, s, stage = self.g, self.s, t % self.config.stages
-        h, values = self.first_head + t // g.tiles, pl.ds((t % g.tiles) * TILE_ROWS, TILE_ROWS)
-        shape, n = answers.shape, answers.shape[1]
-
-        def weigh(answers: Array, value: Array, row: Any) -> Array:
-            return answers + along(value, shape, 0) * along(load(s["trace"].at[row, pl.ds(0, n)], COLUMNS), shape, 1)
-
-        def one(j: Array, answers: Array) -> Array:
-            row = self.ring.row(j)
-            return weigh(answers, load(s["updates"].at[stage, row], VALUES).astype(f32), row)
-
-        answers = lax.fori_loop(0, self.ring.count, one, answers)
+    def answer_many(self, h: Array, stage: Array, values: Any, answers: Array) -> None:
+        g, s, shape = self.g, self.s, answers.shape
         for i in range(g.tokens):
-            value = load(s["values"].at[stage, i], VALUES)
+            value = load(s["values"].at[stage, i, values], VALUES)
             live = iota((TILE_ROWS,), 0, VALUES) < jnp.where(i < self.length, TILE_ROWS, 0)
-            answers = weigh(answers, jnp.where(live, value.astype(f32), 0.0), g.window + i)
+            weights = along(load(s["trace"].at[g.window + i], COLUMNS), shape, 1)
+            answers = answers + along(jnp.where(live, value.astype(f32), 0.0), shape, 0) * weights
 
             @pl.when(i < self.length)
             def _(i: int = i, value: Array = value) -> None:
@@ -535,36 +579,34 @@ class _Reader:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(s["answers"].at[pl.ds(0, g.tokens)], self.out.at[self.b, :, h, values])
 
-    def products(self, stage: Array) -> Iterator[list[Product]]:
+    def products(self, stage: Array, values: Any) -> Iterator[list[Product]]:
         """Products of a tile with the planes, 32 columns at a time."""
         g, s, planes = self.g, self.s, self.s["planes"]
         whole = None
         if g.readout == "fp8_e4m3":
-            tile = s["tile" if self.interpret is not None else "words"].at[stage]
-            whole = decode.decode_fp8(self.codes(tile), self.interpret)
+            whole = decode.decode_fp8(self.codes(stage, values), self.interpret)
         if g.readout == "nvfp4":
-            tile = s["tile" if self.interpret is not None else "words"].at[stage]
             if self.interpret is None:
-                scales = load(s["block_scales"].at[stage], decode.block_scales_layout(g.key_dim))
+                scales = load(s["block_scales"].at[stage, values], decode.block_scales_layout(g.key_dim))
             else:
-                scales = s["copied_scales"][stage].reshape(TILE_ROWS, -1)
-            whole = decode.decode_nvfp4(self.codes(tile), scales, self.interpret)
+                scales = s["copied_scales"][stage].reshape(g.value_dim, -1)[values.start : values.start + TILE_ROWS]
+            whole = decode.decode_nvfp4(self.codes(stage, values), scales, self.interpret)
         for first in range(0, g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
             if whole is not None:
-                yield [(whole[:, first : first + SWIZZLED], plane, columns) for plane in planes]
+                yield [(whole[:, first : first + SWIZZLED], planes, columns)]
                 continue
             if g.readout == "bf16" and self.interpret is not None:
-                state = lax.bitcast_convert_type(s["tile"][stage, :, first : first + SWIZZLED], bf16)
+                state = lax.bitcast_convert_type(s["tile"].at[stage, values, columns][...], bf16)
             else:
-                state = load(s["numbers_of_tile" if g.readout == "bf16" else "tile"].at[stage, :, columns], STATE)
+                state = load(s["numbers_of_tile" if g.readout == "bf16" else "tile"].at[stage, values, columns], STATE)
             if state.dtype != f32:
-                yield [(state, plane, columns) for plane in planes]
+                yield [(state, planes, columns)]
                 continue
             high, low = split(state)
-            yield [(high, planes[0], columns), (low, planes[0], columns), (high, planes[1], columns)]
+            yield [(high, planes, columns), (low, planes, columns)]
 
-    def codes(self, tile: Ref) -> Array:
+    def codes(self, stage: Array, values: Any) -> Array:
         if self.interpret is not None:
-            return tile[...]
-        return load(tile, decode.words_layout(self.g.readout, self.g.key_dim))
+            return self.s["tile"].at[stage, values][...]
+        return load(self.s["words"].at[stage, values], decode.words_layout(self.g.readout, self.g.key_dim))
