@@ -37,7 +37,7 @@ long: setup-test ## the tests that take longest: a soak, crashes, every model th
 # The compiler's Python packages are kept out of .venv: where jax sees its CUDA plugin it wants a GPU and all of CUDA.
 aot: setup-aot ## compile the GPU kernels for an H200, no GPU needed, and check what they take
 	@echo "Compiling the GPU kernels"
-	@JAX_PLATFORMS=cpu PYTHONPATH=.venv/aot $(PY) -m pytest -n 2 -m aot tests/test_aot.py $(PYTEST_ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=.venv/aot $(PY) -m pytest -n 2 -m aot tests/test_aot.py tests/test_aot_readouts.py $(PYTEST_ARGS)
 
 format: setup-test ## rewrite the sources in the house's format
 	@$(PY) -m ruff check --fix .

@@ -97,7 +97,7 @@ def _geometry(state: ReplayState, tokens: Tokens | None) -> hopper.Geometry:
         checkpoint_dtype=policy.checkpoint_dtype,
         record_dtype=record,
         value_dtype=jnp.dtype(record if tokens is None else tokens.v.dtype),
-        raw=r.delta_rule and not policy.records_updates,
+        raw=not policy.records_updates,
         readout=policy.readout,
         rounding=policy.rounding,
         seed=policy.seed,

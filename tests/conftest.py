@@ -1,4 +1,4 @@
-"""Randomness of the tests: fresh at every run, printed when a test fails, repeated with ``--seed``; and cheap compilation."""
+"""What tests share: randomness, fresh at every run and repeated with ``--seed``; compilers, for here and for an H200; races."""
 
 import atexit
 import gc
@@ -77,3 +77,29 @@ def no_races():
     found = gpu_callbacks.get_races().races_found
     gpu_callbacks.reset_gpu_interpret_mode_state()
     assert not found
+
+
+@pytest.fixture(scope="module")
+def h200_mesh():
+    from jax.experimental import topologies
+
+    from tests.aot_runs import H200
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200.read_text(), topology="1x1x1")
+    return topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("gpu",))
+
+
+@pytest.fixture
+def compile_for_h200(h200_mesh, monkeypatch, tmp_path):
+    """``compile_for_h200(call, state, *arguments)``: compiled with the state donated; ``kernels`` finds what it reports."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_RESOURCES", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    placed = jax.sharding.NamedSharding(h200_mesh, jax.sharding.PartitionSpec())
+
+    def compile_it(call, *arguments, donate=(0,)):
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), arguments)
+        with jax.sharding.use_abstract_mesh(h200_mesh.abstract_mesh):
+            return jax.jit(call, donate_argnums=donate).lower(*arguments).compile()
+
+    return compile_it

@@ -133,6 +133,7 @@ def test_kernels_say_what_would_work(changes, reason):
         {"readout": "bf16", "gate": "channel", "window": 32},
         {"readout": "fp8_e4m3", "dims": (256, 256), "checkpoint": "float16", "rounding": "stochastic"},
         {"records": "raw"},
+        {"records": "raw", "delta_rule": False},
         {"delta_rule": False, "checkpoint": "bfloat16", "rounding": "stochastic"},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),

@@ -116,7 +116,7 @@ class Geometry:
     checkpoint_dtype: Any
     record_dtype: Any
     value_dtype: Any
-    raw: bool = False  # whether records with the delta rule are inputs and not updates
+    raw: bool = False  # whether records are inputs, with the delta rule too
     readout: str = "checkpoint"  # format of the copy
     rounding: str = "nearest"
     seed: int = 0

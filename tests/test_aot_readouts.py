@@ -1,0 +1,76 @@
+"""Steps with read-out copies compiled for an H200: refresh and read, as ``replay_pallas`` calls them one after the other."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+
+from replayssm_jax import replay_pallas
+from tests.aot_runs import (
+    LAYERS,
+    VECTOR,
+    check_in_place,
+    decode,
+    kernels,
+    needs_compiler,
+    state_of,
+    tokens_of,
+)
+
+pytestmark = needs_compiler
+
+# layer, format, tokens, and warpgroups of the read that a multiprocessor holds at least; of the refresh it holds three
+READS = (
+    ("gdn", "nvfp4", 1, 3),
+    ("mamba2", "fp8_e4m3", 1, 3),
+    ("kda", "bf16", 1, 3),
+    ("gdn", "fp8_e4m3", 5, 2),
+)
+
+
+def _views(folder, kernel):
+    """Views of shared memory by offset: bytes of a row, rows and bytes of a tile, bytes swizzled. Barriers left out."""
+    views: dict[str, set] = {}
+    for file in folder.glob(f"{kernel}*.after_layout_inference.txt"):
+        for line in file.read_text().splitlines():
+            if "mosaic_gpu.slice_smem" not in line or "barrier" in line.partition("->")[2]:
+                continue
+            offset, dims, bits = re.search(r"offset = (\d+) .*-> memref<(?:.*x)?(\d+)x[a-z]+(\d+)", line).groups()
+            size = int(bits) // 8
+            tile, swizzle = re.search(r"tile<\[(\d+), (\d+)\]>", line), re.search(r"swizzle<(\d+)", line)
+            tile = tile and (int(tile[1]), int(tile[2]) * size)
+            views.setdefault(offset, set()).add((int(dims) * size, tile, swizzle and int(swizzle[1])))
+    return views
+
+
+def _steps(state, tokens, slots, lengths):
+    def body(carry, _):
+        state, tokens = carry
+        state, out = decode(state, tokens, slots, lengths)
+        return (state, dataclasses.replace(tokens, v=out)), None
+
+    return jax.lax.scan(body, (state, tokens), None, length=5)[0]
+
+
+@pytest.mark.parametrize(("name", "form", "tokens", "reads"), READS)
+def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, compile_for_h200, tmp_path):
+    """In a loop, and though the two kernels see block scales in different shapes."""
+    layer = dataclasses.replace(LAYERS[name], readout=form)
+    arguments = state_of(layer, tokens), tokens_of(layer, tokens)
+    assert replay_pallas.unsupported_shape(*arguments) is None
+    compiled = compile_for_h200(_steps, *arguments, VECTOR, VECTOR)
+    assert " while(" in compiled.as_text()
+    found = kernels(tmp_path)
+    print(found, {name: kernel.warpgroups for name, kernel in found.items()})
+    assert set(found) == {"replay_read", "replay_refresh"}
+    assert sum(kernel.spilled for kernel in found.values()) == 0
+    assert found["replay_read"].warpgroups >= reads
+    assert found["replay_refresh"].warpgroups >= 3
+    check_in_place(compiled, arguments[0])
+    # What one view of memory was written through is read through another: had layout inference tiled or swizzled them apart,
+    # numbers would be read from where nobody has put them. Views that are not tiled may have rows of any length.
+    views = _views(tmp_path, "replay_read")
+    assert views
+    for offset, own in views.items():
+        assert len({(tile and row, tile, swizzle) for row, tile, swizzle in own}) == 1, f"views at byte {offset} differ: {own}"
