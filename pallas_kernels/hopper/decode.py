@@ -18,11 +18,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from pallas_kernels.hopper.tiles import STATE, TILE_ROWS, Array, Interpret, Ref, f32, i32, swizzled
 
@@ -122,7 +122,7 @@ def load_column(column: Ref, rows: int, layout: Any, interpret: Interpret) -> Ar
     if interpret is not None:
         return jnp.pad(column[...][:, 0], (0, rows - count))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), f32, layout=layout))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), jnp.dtype(f32), layout=layout))
     def of_warps(context: Any, column: Any) -> Any:
         target, index = layout.to_mgpu(), ir.IndexType.get()
         warp = arith.index_cast(index, mgpu_utils.warp_idx(sync=False))
@@ -193,7 +193,7 @@ def _decode(words: Array, scales: Array | None, key_dim: int, pairs: Callable[[A
     if scales is not None:
         layouts.append(block_scales_layout(key_dim))
 
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=plgpu.ShapeDtypeStruct(shape, f16, layout=result))
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(f16), layout=result))
     def unpack(context: Any, words: Any, scales: Any = None) -> Any:
         target = result.to_mgpu()
         registers = np.empty(math.prod(target.registers_shape(shape)), dtype=object)
@@ -220,7 +220,7 @@ def _block_units(scales: Any) -> list[Any]:
     if scales is None:
         return []
     word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-    lift = vector.broadcast(pair, arith.constant(ir.F16Type.get(), ir.FloatAttr.get(ir.F16Type.get(), 2.0**14)))
+    lift = vector.broadcast(pair, mgpu.c(2.0**14, ir.F16Type.get()))
     units = []
     for i in range(ir.VectorType(scales.type).shape[0]):
         code = arith.extui(word, _element(scales, i))
@@ -243,5 +243,3 @@ def _shifted(word: Any, left: int) -> Any:
     if left == 0:
         return word
     return arith.shli(word, _constant(left)) if left > 0 else arith.shrui(word, _constant(-left))
-
-

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, records
+from pallas_kernels.hopper.readers import DRAFTS, SOURCES
 from pallas_kernels.hopper.records import Ring
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -56,9 +57,7 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
-from pallas_kernels.hopper.readers import DRAFTS, SOURCES
-from pallas_kernels.hopper.verify import Product
-from pallas_kernels.hopper.verify import _sum_products as sum_products
+from pallas_kernels.hopper.verify import Product, sum_products
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
@@ -116,7 +115,8 @@ def read(
 
     def replay_read(*refs: Ref, **scratch: Ref) -> None:
         *inputs, out = refs
-        _row(*jax.tree.unflatten(structure, inputs), out, g, config, interpret, named(scratch))
+        rows, tokens, pool = jax.tree.unflatten(structure, inputs)
+        _row(rows, tokens, pool, out, g, config, interpret, named(scratch))
 
     kernel = plgpu.kernel(
         replay_read,
@@ -212,7 +212,7 @@ def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
 
 
 def _codes(stages: int, rows: int, row_bytes: int) -> dict[str, Any]:
-    """The same bytes twice. Said to be swizzled alike, or layout inference may swizzle what is loaded and not what is copied."""
+    """The same bytes twice, said to be swizzled alike: layout inference might swizzle what is loaded and not what is copied."""
     width = min(row_bytes, 128)
     tile = plgpu.SMEM((stages, rows, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
     words = plgpu.SMEM((stages, rows, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
@@ -294,11 +294,12 @@ class _Reader:
 
             @pl.when(head + config.stages < config.heads)
             def _():
-                plgpu.commit_smem()
+                barrier()  # everybody has read what the copies overwrite
                 self.request_head(head + config.stages)
 
         lax.fori_loop(0, config.heads, one, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if g.tokens > 1:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     # Copies.
 
@@ -432,7 +433,7 @@ class _Reader:
 
     def decay_back(self, x: Array) -> None:
         """``take_back`` of x through the records where only a head gate changes it: its direction stays."""
-        g, s, ring, layout = self.g, self.s, self.ring, records_layout(self.g.key_dim)
+        s, ring, layout = self.s, self.ring, records_layout(self.g.key_dim)
 
         @pl.when(ring.count > 0)
         def _():
@@ -533,13 +534,13 @@ class _Reader:
         parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
         return sum(parts[1:], parts[0])
 
-    def weigh_records(self, stage: Array, values: Any, shape: tuple[int, int]) -> Array:
+    def weigh_records(self, stage: Array, values: Any, shape: tuple[int, ...]) -> Array:
         """What the records add to the answers: their values by the weights in "trace"."""
         s, ring = self.s, dataclasses.replace(self.ring, update=self.s["updates"].at[stage, :, values])
         if "weighing" in s:
             (terms,) = records.sources(ring, None)
-            columns = range(0, self.g.window, DRAFTS)
-            return self.multiply(([(terms[:, i : i + DRAFTS], s["weighing"], pl.ds(i, DRAFTS))] for i in columns), s["weighing"])
+            weights, columns = s["weighing"], range(0, self.g.window, DRAFTS)
+            return self.multiply(([(terms[:, i : i + DRAFTS], weights, pl.ds(i, DRAFTS))] for i in columns), weights)
 
         def one(j: Array, answers: Array) -> Array:
             row = ring.row(j)

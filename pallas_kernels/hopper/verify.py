@@ -248,7 +248,7 @@ def _combine(stream: Stream, reads: Array) -> Array:
             pairs = [(high, weights[0]), (high, weights[1]), *((x, weights[0]) for x in low)]
             products.append([(x, plane, columns) for x, plane in pairs])
     of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, n)], COLUMNS)
-    return reads * along(of_state, reads.shape, 1) + _sum_products(products, n, interpret)
+    return reads * along(of_state, reads.shape, 1) + sum_products(products, n, interpret)
 
 
 def _multiply(tile: Ref, remains: Ref | None, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
@@ -272,10 +272,10 @@ def _multiply(tile: Ref, remains: Ref | None, planes: list[Ref], g: Geometry, in
             yield [(x, plane.at[pl.ds(0, n)], columns) for x, plane in terms(columns)]
 
     n = readers.count(g)
-    return _sum_products(products(), n, interpret)
+    return sum_products(products(), n, interpret)
 
 
-def _sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
+def sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
     """The sum of all x @ plane[:, columns]^T, [64, n] float32, list after list.
 
     The first operand is in registers, which interpret mode knows from shared memory only.
