@@ -1,0 +1,224 @@
+"""Times steps that read a copy of the checkpoint in fewer bytes against ones that read the float32 checkpoint, on a Hopper GPU.
+
+    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,bf16,fp8_e4m3,nvfp4]
+        [--batch 256] [--tokens 1]
+
+float32 checkpoint, bfloat16 activations, window 16, the GPU backend as ``step`` and ``verify`` call it. Every measurement is a
+compiled loop on a donated state at a fixed number of records, read off the profiler's timeline: ``us`` is the time on the
+device of all that a step launches, per step. With 15 records (one draft) every row is due: it folds, writes its checkpoint and
+its copy.
+"""
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import fcntl
+import glob
+import json
+import multiprocessing
+import os
+import pathlib
+import shlex
+import sys
+import tempfile
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.kernels import GEOMETRIES, LOOP, RECURRENCES, WINDOW, window_mean  # noqa: E402
+
+READOUTS = ("checkpoint", "bf16", "fp8_e4m3", "nvfp4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One compiled program."""
+
+    family: str
+    readout: str
+    batch: int
+    tokens: int
+
+    @property
+    def records(self) -> tuple[int, ...]:
+        """Numbers of committed records to time it at: ordinary rows, the last of them, and rows that are due."""
+        last = WINDOW - 2 * self.tokens
+        return tuple(sorted({*(n for n in (1, 7) if n < last), last, WINDOW - self.tokens}))
+
+
+def program(job: Job) -> tuple[Any, Any]:
+    """The compiled loop, (length, state, tokens) -> (state, checksum), and what makes its state and tokens."""
+    import jax
+    import jax.numpy as jnp
+
+    import replayssm_jax as rs
+    from replayssm_jax import replay_pallas
+    from replayssm_jax.readout import encode
+
+    delta_rule, channel_gate = RECURRENCES[job.family]
+    (heads, key_heads), (value_dim, key_dim) = GEOMETRIES[job.family][0]
+    recurrence = rs.Recurrence(
+        num_value_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        delta_rule=delta_rule,
+        gate="channel" if channel_gate else "head",
+    )
+    policy = rs.ReplayPolicy(window=WINDOW, max_draft=job.tokens, record_dtype="bfloat16", readout=job.readout)
+    decay = (heads, key_dim) if channel_gate else (heads,)
+    lead = (job.batch, job.tokens)
+
+    def make() -> tuple[Any, Any]:
+        seeds = iter(jax.random.split(jax.random.key(0), 12))
+
+        def normal(shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
+            return (scale * jax.random.normal(next(seeds), shape)).astype(dtype)
+
+        def uniform(shape: tuple[int, ...], low: float, high: float) -> jax.Array:
+            return jax.random.uniform(next(seeds), shape, minval=low, maxval=high)
+
+        state = rs.init_state(recurrence, policy, job.batch)
+        checkpoint, ring = normal(state.checkpoint.shape, "float32", 0.1), state.buffer
+        buffer = dataclasses.replace(
+            ring,
+            key=normal(ring.key.shape, ring.key.dtype, key_dim**-0.5),
+            update=normal(ring.update.shape, ring.update.dtype),
+            weight=None if ring.weight is None else uniform(ring.weight.shape, 0.0, 1.0),
+            log_decay=uniform(ring.log_decay.shape, -0.3, 0.0),
+            factor=None if ring.factor is None else jnp.ones_like(ring.factor),
+        )
+        copy = None if job.readout == "checkpoint" else encode(job.readout, checkpoint)
+        tokens = rs.Tokens(
+            q=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),
+            k=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),
+            v=normal((*lead, heads, value_dim), "bfloat16"),
+            log_decay=uniform((*lead, *decay), -0.3, 0.0),
+            beta=uniform((*lead, heads), 0.0, 1.0),
+            q_scale=jnp.ones((*lead, key_heads)),
+            k_scale=jnp.ones((*lead, key_heads)),
+        )
+        return dataclasses.replace(state, checkpoint=checkpoint, buffer=buffer, readout=copy), tokens
+
+    def run(length: jax.Array, state: Any, tokens: Any) -> tuple[Any, jax.Array]:
+        slots, lengths = jnp.arange(job.batch)[::-1].astype(jnp.int32), jnp.full(job.batch, job.tokens, jnp.int32)
+        state = dataclasses.replace(state, pointer=dataclasses.replace(state.pointer, length=length))
+
+        def one(_: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
+            state, out = replay_pallas.verify(carry[0], tokens, slots, lengths)
+            return state, carry[1] + out[0, 0, 0, 0].astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, LOOP, one, (state, jnp.float32(0)))
+
+    state, tokens = jax.eval_shape(make)
+    length = jax.ShapeDtypeStruct((job.batch,), jnp.int32)
+    return jax.jit(run, donate_argnums=1).lower(length, state, tokens).compile(), jax.jit(make).lower().compile()
+
+
+def device_time(run: Any, *arguments: Any) -> tuple[Any, dict[str, float]]:
+    """Runs once under the profiler: the result, and the time on the device per call of the loop by kernel [us]."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            result = jax.block_until_ready(run(*arguments))
+        trace = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[0]
+        planes = jax.profiler.ProfileData.from_file(trace).planes
+        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
+        durations: dict[str, list[float]] = collections.defaultdict(list)
+        for line in lines:
+            for event in line.events:
+                durations[event.name].append(event.duration_ns / 1e3)
+    # what runs once is the loop's surroundings; of the rest the median, times how often a call launches it
+    each = {name: sorted(found)[len(found) // 2] * round(len(found) / LOOP) for name, found in durations.items()}
+    return result, {name: round(us, 3) for name, us in each.items() if us}
+
+
+def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
+    """The entries of a job."""
+    import jax.numpy as jnp
+
+    run, make = compiled
+    state, tokens = make()
+    heads, dims = GEOMETRIES[job.family][0]
+    entries = []
+    for records in job.records:
+        length = jnp.full(job.batch, records, jnp.int32)
+        state, _ = run(length, state, tokens)
+        (state, _), kernels = device_time(run, length, state, tokens)
+        entry: dict[str, Any] = {"family": job.family, "heads": list(heads), "dims": list(dims), "batch": job.batch}
+        entry |= {"kernel": "pallas", "readout": job.readout, "what": "step" if job.tokens == 1 else "verify"}
+        entry |= {"tokens": job.tokens, "records": records, "flush": records + 2 * job.tokens > WINDOW, "window": WINDOW}
+        us = round(sum(kernels.values()), 3)
+        entries.append(entry | {"us": us, "kernel_us": us, "kernels": kernels})
+    if job.tokens == 1 and (mean := window_mean(entries)):
+        entries.append(mean | {"readout": job.readout})
+    return entries
+
+
+def work(jobs: list[Job], lock_file: str, out: str) -> None:
+    """A process: compiles its jobs, then times them in turn with the others."""
+    results, compiled = [], []
+    for job in jobs:
+        try:
+            compiled.append((job, program(job)))
+        except Exception as error:
+            results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
+    for job, programs in compiled:
+        with open(lock_file, "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                results += (entries := measure(job, programs))
+                shown = " ".join(f"{entry.get('records', 'mean')}:{entry['us']:.1f}" for entry in entries)
+                print(f"  {job.family} {job.readout}, {job.tokens} tokens: {shown} us", flush=True)
+            except Exception as error:
+                results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
+        pathlib.Path(out).write_text(json.dumps(results))
+    pathlib.Path(out).write_text(json.dumps(results))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("readouts.json"), help="results")
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(GEOMETRIES))
+    parser.add_argument("--readouts", type=lambda text: text.split(","), default=list(READOUTS))
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--tokens", type=lambda text: [int(n) for n in text.split(",")], default=[1])
+    parser.add_argument("--processes", type=int, default=14)
+    options = parser.parse_args()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    kinds = [(family, readout) for family in options.families for readout in options.readouts]
+    jobs = [Job(*kind, options.batch, tokens) for tokens in sorted(options.tokens)[::-1] for kind in kinds]
+    begin, share = time.monotonic(), min(options.processes, len(jobs))
+    print(f"{len(jobs)} programs, compiled by {share} processes", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn")
+        outs = [f"{folder}/{index}.json" for index in range(share)]
+        shares = [(jobs[index::share], f"{folder}/lock", outs[index]) for index in range(share)]
+        processes = [context.Process(target=work, args=arguments) for arguments in shares]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        entries = [entry for out in outs if pathlib.Path(out).exists() for entry in json.loads(pathlib.Path(out).read_text())]
+    import jax
+
+    result = {
+        "command": shlex.join(["python", *sys.argv]),
+        "device": jax.devices()[0].device_kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
+        "date": datetime.date.today().isoformat(),
+        "notes": ["us: time on the device of all that one step or verify launches, off the profiler's timeline"],
+        "measurements": entries,
+    }
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    failed = [entry["error"] for entry in entries if "error" in entry]
+    print("\n".join(failed) or "all measured", f"in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
