@@ -22,10 +22,10 @@ pytestmark = needs_compiler
 
 # layer, format, tokens, and warpgroups of the read that a multiprocessor holds at least; of the refresh it holds three
 READS = (
-    ("gdn", "nvfp4", 1, 3),
-    ("mamba2", "fp8_e4m3", 1, 3),
+    ("gdn", "nvfp4", 1, 5),
+    ("mamba2", "fp8_e4m3", 1, 5),
     ("kda", "bf16", 1, 3),
-    ("gdn", "fp8_e4m3", 5, 2),
+    ("gdn", "fp8_e4m3", 5, 3),
 )
 
 
