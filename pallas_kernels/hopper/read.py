@@ -24,8 +24,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, records
-from pallas_kernels.hopper.readers import DRAFTS, SOURCES
-from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.back import take_back
+from pallas_kernels.hopper.read_memory import (
+    COPY_SCALES,
+    RING_CHUNK,
+    Place,
+    ReadConfig,
+    best_read_config,
+    columns_of,
+    scratch_of,
+)
+from pallas_kernels.hopper.readers import DRAFTS
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     STATE,
@@ -46,47 +55,13 @@ from pallas_kernels.hopper.tiles import (
     column,
     compiler_params,
     f32,
-    i32,
     iota,
     load,
     named,
-    one_of,
-    records_layout,
     split,
-    split_exactly,
     store,
-    swizzled,
 )
 from pallas_kernels.hopper.verify import Product, sum_products
-
-f16 = jnp.float16
-_MULTIPROCESSORS = 132
-COPY_SCALES = 32  # where in the last row of "numbers" the scales of nvfp4 begin
-_CHUNK = 8  # ring rows that are copied together
-
-
-@dataclasses.dataclass(frozen=True)
-class ReadConfig:
-    """How the work is cut: value heads that one warpgroup serves, and how many of them are on their way at once."""
-
-    heads: int
-    stages: int
-
-
-def best_read_config(g: Geometry) -> ReadConfig:
-    """As many heads of one key head as share its queries, but enough warpgroups to fill the GPU.
-
-    One head at a time: warpgroups that live side by side hide each other's waiting better than what is requested ahead.
-    """
-    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 8 if g.tokens == 1 else 4
-    if g.channel_gate:
-        return ReadConfig(1, 1)
-    return ReadConfig(max(n for n in (1, 2, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)), 1)
-
-
-def source_dtype(g: Geometry) -> Any:
-    """Of what is read: the checkpoint's, or the copy's codes'."""
-    return {"checkpoint": jnp.dtype(g.checkpoint_dtype), "bf16": jnp.dtype(jnp.uint16)}.get(g.readout, jnp.dtype(jnp.uint8))
 
 
 def read(
@@ -123,100 +98,11 @@ def read(
         out_type=jax.ShapeDtypeStruct((g.rows, g.tokens, g.value_heads, g.value_dim), g.value_dtype),
         grid=(g.rows * g.value_heads // config.heads,),
         grid_names=("heads",),
-        scratch_types=_scratch(g, config),
+        scratch_types=scratch_of(g, config),
         compiler_params=compiler_params(scalar_reductions=True),
         interpret=interpret,
     )
     return kernel(*operands)
-
-
-def block_scale_rows(g: Geometry) -> tuple[int, int]:
-    """Shape in which a copy wants the block scales of a value head: rows of at most 256 bytes."""
-    size = g.value_dim * g.key_dim // 16
-    return (size // 256, 256) if size % 256 == 0 else (1, size)
-
-
-def _readers(g: Geometry, config: ReadConfig) -> int:
-    """R, queries that are taken back together: rows of x, a multiple of four."""
-    return 4 * (-(-(config.heads if g.tokens == 1 else g.tokens) // 4))
-
-
-def _columns(g: Geometry, config: ReadConfig) -> int:
-    """N, the same as columns of the tensor cores."""
-    return -(-_readers(g, config) // 8) * 8
-
-
-def _planes(g: Geometry) -> tuple[int, Any]:
-    """Terms of x, and their dtype, which is the tile's."""
-    if g.readout in decode.UNIT or g.readout == "fp8_e4m3":
-        return 2, f16
-    if g.readout == "checkpoint" and g.checkpoint_dtype == f16:
-        return 2, f16
-    return (2, bf16) if g.readout == "checkpoint" and g.checkpoint_dtype == f32 else (3, bf16)
-
-
-def _arrivals(g: Geometry) -> tuple[int, int]:
-    """Copies of what comes at the start, and of what comes with a value head."""
-    chunks = g.window // _CHUNK
-    start = 2 + chunks + (chunks if g.channel_gate else 0) + (not g.channel_gate) + 1 + g.delta_rule
-    return start, 1 + (g.readout in ("fp8_e4m3", "nvfp4")) + chunks + 1
-
-
-def _scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
-    s, n, r = config.stages, _columns(g, config), _readers(g, config)
-    count, dtype = _planes(g)
-    decays = (g.window, g.key_dim) if g.channel_gate else (config.heads, g.window)
-    start, with_head = _arrivals(g)
-    scratch = {
-        "queries": plgpu.SMEM((r if g.tokens > 1 else 1, g.key_dim), g.record_dtype),
-        "token_keys": plgpu.SMEM((g.tokens, g.key_dim), g.record_dtype),
-        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "decays": plgpu.SMEM(decays, f32),
-        "weights": plgpu.SMEM((config.heads, g.window), f32),
-        "numbers": plgpu.SMEM((4, 64), f32),
-        "trace": plgpu.SMEM((SOURCES, n), f32),
-        "scales": plgpu.SMEM((n,), f32),
-        "dots": plgpu.SMEM((g.window,), f32),
-        "planes": plgpu.SMEM((count * n, g.key_dim), dtype, transforms=swizzled(dtype)),
-        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
-        "values": plgpu.SMEM((s, g.tokens, g.value_dim), g.record_dtype),
-        "start_arrived": plgpu.Barrier(num_arrivals=start),
-        "head_arrived": plgpu.Barrier(num_arrivals=with_head, num_barriers=s),
-        **_tile_scratch(g, s),
-    }
-    if g.record_dtype == bf16:
-        scratch["weighing"] = plgpu.SMEM((2 * n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS))
-    if g.delta_rule:
-        scratch["factors"] = plgpu.SMEM((g.window,), f32)
-    if g.channel_gate:
-        scratch["gates"] = plgpu.SMEM((g.tokens, g.key_dim), f32)
-    if g.tokens > 1:
-        scratch["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
-    return scratch
-
-
-def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
-    """Shared memory of what is read: as it is copied, under "tile", and as it is loaded."""
-    shape, u8 = (stages, g.value_dim, g.key_dim), jnp.uint8
-    match g.readout:
-        case "checkpoint":
-            return {"tile": plgpu.SMEM(shape, jnp.dtype(g.checkpoint_dtype), transforms=swizzled(g.checkpoint_dtype))}
-        case "bf16":
-            tiles = (plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)) for dtype in (jnp.uint16, bf16))
-            return one_of(dict(zip(("tile", "numbers_of_tile"), tiles, strict=True)))
-        case "fp8_e4m3":
-            return _codes(stages, g.value_dim, g.key_dim) | {"row_scales": plgpu.SMEM((stages, g.value_dim), f32)}
-    copied = plgpu.SMEM((stages, *block_scale_rows(g)), u8)
-    scales = plgpu.SMEM((stages, g.value_dim, g.key_dim // 16), u8)
-    return _codes(stages, g.value_dim, g.key_dim // 2) | one_of({"copied_scales": copied, "block_scales": scales})
-
-
-def _codes(stages: int, rows: int, row_bytes: int) -> dict[str, Any]:
-    """The same bytes twice, said to be swizzled alike: layout inference might swizzle what is loaded and not what is copied."""
-    width = min(row_bytes, 128)
-    tile = plgpu.SMEM((stages, rows, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
-    words = plgpu.SMEM((stages, rows, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
-    return one_of({"tile": tile, "words": words})
 
 
 def _row(
@@ -244,33 +130,8 @@ def _row(
         lax.fori_loop(0, config.heads * g.tiles, one, None)
 
 
-@dataclasses.dataclass
-class _Reader:
-    """One warpgroup's place in a live row, and its shared memory."""
-
-    rows: Rows
-    tokens: Any  # references
-    pool: Any
-    out: Ref
-    g: Geometry
-    config: ReadConfig
-    interpret: Interpret
-    s: dict[str, Ref]
-    b: Array
-    first_head: Array
-    slot: Array
-    length: Array
-
-    def __post_init__(self) -> None:
-        g, s = self.g, self.s
-        self.key_head = self.first_head // g.group_size
-        recorded, start = self.rows.length[self.slot], self.rows.origin[self.slot] & (g.window - 1)
-        due = recorded + 2 * g.max_draft > g.window
-        self.recorded = recorded
-        self.ring = Ring(
-            s["keys"], [], s["updates"], s["decays"], None, s["weights"], start, jnp.where(due, 0, recorded), g.window
-        )
-        self.readers, self.layout = _readers(g, self.config), decode.columns_layout(g.key_dim)
+class _Reader(Place):
+    """Answers a live row."""
 
     def run(self) -> None:
         g, config = self.g, self.config
@@ -282,11 +143,11 @@ class _Reader:
         barrier()
         self.append()
         if g.tokens == 1:
-            self.take_back(jnp.int32(0))
+            take_back(self, jnp.int32(0))
 
         def one(head: Array, carry: None) -> None:
             if g.tokens > 1:
-                self.take_back(head)
+                take_back(self, head)
             stage = head % config.stages
             plgpu.barrier_wait(self.s["head_arrived"].at[stage])
             for part in range(g.tiles):
@@ -294,12 +155,16 @@ class _Reader:
 
             @pl.when(head + config.stages < config.heads)
             def _():
-                barrier()  # everybody has read what the copies overwrite
+                self.all_have_read()
                 self.request_head(head + config.stages)
 
         lax.fori_loop(0, config.heads, one, None)
         if g.tokens > 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def all_have_read(self) -> None:
+        """Before a copy overwrites what has been read. A read needs no fence; interpret mode's detector of races wants one."""
+        (barrier if self.interpret is None else plgpu.commit_smem)()
 
     # Copies.
 
@@ -308,10 +173,10 @@ class _Reader:
         heads = pl.ds(self.first_head, self.config.heads)
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], s["queries"].at[pl.ds(0, g.tokens)], arrived)
         plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], s["token_keys"], arrived)
-        records.request_keys(pool, self.slot, self.key_head, self.ring, _CHUNK, arrived, self.interpret)
+        records.request_keys(pool, self.slot, self.key_head, self.ring, RING_CHUNK, arrived, self.interpret)
         if g.channel_gate:
-            for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, _CHUNK)):
-                rows = pl.ds(i * _CHUNK, _CHUNK)
+            for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
+                rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
                 source = pool.log_decay.at[self.slot, self.first_head, rows]
                 records.copy_if(wanted, source, s["decays"].at[rows], arrived, self.interpret)
         else:
@@ -331,8 +196,8 @@ class _Reader:
             plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
         if g.readout == "nvfp4":
             plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
-        for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, _CHUNK)):
-            rows = pl.ds(i * _CHUNK, _CHUNK)
+        for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
+            rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
             records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
         plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage], arrived)
 
@@ -382,132 +247,6 @@ class _Reader:
 
             lax.fori_loop(0, self.length, one, None)
 
-    # Queries taken back.
-
-    def take_back(self, head: Array) -> None:
-        """Fills "trace" with the weights w_j by ring row, behind those the tokens', and the planes with x_0.
-
-        Args:
-            head: the first value head of them, counted from the warpgroup's first.
-        """
-        g, s, ring, shape = self.g, self.s, self.ring, (self.readers, self.g.key_dim)
-        by_reader, by_column = self.layout.reduce(1), self.layout.reduce(0)
-        if g.tokens == 1:
-            x = along(load(s["queries"].at[0], by_column).astype(f32) * s["numbers"][2, 0], shape, 1)
-        else:
-            scale = load(s["numbers"].at[2, pl.ds(0, self.readers)], by_reader)
-            x = load(s["queries"], self.layout).astype(f32) * along(scale, shape, 0)
-
-        for i in reversed(range(g.tokens)):
-            key = load(s["token_keys"].at[i], by_column).astype(f32)
-            before, weight = self.back(x, key, *self.token_numbers(head, i), s["numbers"][3, i])
-            if g.tokens > 1:
-                # a token past the length is seen by no query
-                seen = iota((self.readers,), 0, by_reader) >= jnp.where(i < self.length, i, self.readers)
-                before = jnp.where(along(seen, shape, 0), before, x)
-                weight = jnp.where(seen, weight, 0.0)
-            store(s["trace"].at[g.window + i, pl.ds(0, self.readers)], weight)
-            x = before
-
-        def one(j: Array, x: Array) -> Array:
-            row = ring.row(ring.count - 1 - j)
-            key = load(s["keys"].at[row], by_column).astype(f32)
-            if g.channel_gate:
-                alpha = jnp.exp(load(s["decays"].at[row], by_column))
-                beta: Any = s["weights"][0, row]
-            elif g.tokens == 1:
-                alpha, beta = jnp.exp(self.by_head(s["decays"], row)), self.by_head(s["weights"], row)
-            else:
-                alpha, beta = jnp.exp(s["decays"][head, row]), s["weights"][head, row]
-            x, weight = self.back(x, key, alpha, beta, s["factors"][row] if g.delta_rule else None)
-            store(s["trace"].at[row, pl.ds(0, self.readers)], weight)
-            return x
-
-        if g.tokens == 1 and not (g.delta_rule or g.channel_gate):
-            self.decay_back(x)
-        else:
-            self.store_planes(lax.fori_loop(0, ring.count, one, x))
-        if "weighing" in s:
-            self.store_weighing()
-        plgpu.commit_smem()  # the tensor cores read the planes
-
-    def decay_back(self, x: Array) -> None:
-        """``take_back`` of x through the records where only a head gate changes it: its direction stays."""
-        s, ring, layout = self.s, self.ring, records_layout(self.g.key_dim)
-
-        @pl.when(ring.count > 0)
-        def _():
-            query = load(s["queries"].at[0], layout.reduce(0)).astype(f32) * s["numbers"][2, 0]
-            keys = load(s["keys"], layout).astype(f32)
-            store(s["dots"], jnp.sum(keys * along(query, keys.shape, 1), axis=1))
-            barrier()
-
-        def one(j: Array, remains: Array) -> Array:
-            row = ring.row(ring.count - 1 - j)
-            weight = self.by_head(s["weights"], row) * (gate * remains) * s["dots"][row]
-            store(s["trace"].at[row, pl.ds(0, self.readers)], weight)
-            return remains * jnp.exp(self.by_head(s["decays"], row))
-
-        gate, _ = self.token_numbers(jnp.int32(0), 0)
-        self.store_planes(x, lax.fori_loop(0, ring.count, one, jnp.ones_like(gate)))
-
-    def by_head(self, ref: Ref, row: Array) -> Array:
-        """A column of [heads, L], by reader."""
-        return decode.load_column(ref.at[:, pl.ds(row, 1)], self.readers, self.layout.reduce(1), self.interpret)
-
-    def token_numbers(self, head: Array, i: int) -> tuple[Any, Any]:
-        """Gate and weight of a token, by reader (T = 1) or for all of them."""
-        g, numbers = self.g, self.s["numbers"]
-        if g.channel_gate:
-            gate = load(self.tokens.log_decay.at[self.b, i, self.first_head], self.layout.reduce(0))
-            return jnp.exp(gate), numbers[1, i]
-        if g.tokens == 1:
-            gate, beta = (load(numbers.at[i, pl.ds(0, self.readers)], self.layout.reduce(1)) for i in range(2))
-            return jnp.exp(gate), beta
-        return jnp.exp(numbers[0, head * g.tokens + i]), numbers[1, head * g.tokens + i]
-
-    def back(self, x: Array, key: Array, alpha: Any, beta: Any, factor: Any) -> tuple[Array, Array]:
-        """x and w of one token; alpha a scalar, by reader, or by channel; the key's factor None if beta has it."""
-        weight = jnp.sum(x * along(key, x.shape, 1), axis=1) * (beta if factor is None else beta * factor)
-        if self.g.delta_rule:
-            x = x - along(weight * factor, x.shape, 0) * along(key, x.shape, 1)
-        if alpha.ndim == 0:
-            return x * alpha, weight
-        return x * along(alpha, x.shape, 1 if self.g.channel_gate else 0), weight
-
-    def store_planes(self, x: Array, remains: Array | None = None) -> None:
-        """x times ``remains`` [R] as the sum of planes of 16 bits, in the order of the tile's columns, and its factor.
-
-        The factor takes what remains of x, and of float16 planes a power of two, so that they hold x.
-        """
-        g, s, (count, dtype) = self.g, self.s, _planes(self.g)
-        readers = pl.ds(0, self.readers)
-        if dtype == f16:
-            field = lax.bitcast_convert_type(jnp.max(jnp.abs(x), axis=1), i32) & 0x7F800000
-            field = jnp.minimum(jnp.maximum(field, 2 << 23), 252 << 23)
-            inverse = lax.bitcast_convert_type((254 << 23) - field, f32)
-            factor = lax.bitcast_convert_type(field, f32) * (1 / decode.UNIT.get(g.readout, 1.0))
-            x = x * along(inverse, x.shape, 0)
-            high = x.astype(f16)
-            terms: Any = (high, (x - high.astype(f32)).astype(f16))
-        else:
-            factor = plgpu.layout_cast(jnp.ones((self.readers,), f32), self.layout.reduce(1))
-            terms = split_exactly(x) if count == 3 else split(x, nearest=True)
-        store(s["scales"].at[readers], factor if remains is None else factor * remains)
-        n = _columns(g, self.config)
-        for i, term in enumerate(terms):
-            decode.store_plane(g.readout, s["planes"].at[pl.ds(i * n, n)], term, self.interpret)
-
-    def store_weighing(self) -> None:
-        """The records' weights as the sum of two bfloat16 planes, dead ones 0."""
-        s, g, shape = self.s, self.g, self.s["trace"].shape
-        barrier()
-        by_source = iota((SOURCES,), 0, VALUES)
-        recorded = (by_source < g.window) & (((by_source - self.ring.start) & (g.window - 1)) < self.ring.count)
-        weights = jnp.where(along(recorded, shape, 0), load(s["trace"], STATE), 0.0)
-        for i, term in enumerate(split(weights, nearest=True)):
-            store(s["weighing"].at[pl.ds(i * shape[1], shape[1])].T, term)
-
     # Answers.
 
     def answer(self, head: Array, stage: Array, part: int) -> None:
@@ -530,7 +269,7 @@ class _Reader:
     def multiply(self, products: Iterable[list[Product]], planes: Ref) -> Array:
         """The sum of products with planes [i N, columns], and of these. [64, N]"""
         both = sum_products(products, planes.shape[0], self.interpret)
-        n = _columns(self.g, self.config)
+        n = columns_of(self.g, self.config)
         parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
         return sum(parts[1:], parts[0])
 
