@@ -9,6 +9,8 @@ import pathlib
 import sys
 from typing import Any
 
+import numpy as np
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
@@ -16,7 +18,7 @@ if __name__ == "__main__":
 from benchmarks.fidelity.plot import headline  # noqa: E402
 from benchmarks.plots import HEADLINE, RESULTS, best, select, time_of  # noqa: E402
 
-SOURCE, FIDELITY = "kernels_h200.json", "fidelity_h200.json"
+SOURCE, READOUTS, FIDELITY = "kernels_h200.json", "readouts_h200.json", "fidelity_h200.json"
 Entry = dict[str, Any]
 
 
@@ -59,6 +61,30 @@ def figures(results: Entry) -> dict[str, float]:
     return found
 
 
+def ordinary_mean(entries: list[Entry]) -> float:
+    """Mean time [us] of a window's ordinary steps, of 1 to 14 records, interpolated where not measured."""
+    times = {entry["records"]: entry["us"] for entry in entries if not entry["flush"]}
+    return float(np.interp(range(1, 15), sorted(times), [times[records] for records in sorted(times)]).mean())
+
+
+def readout_figures(results: Entry) -> dict[str, float]:
+    """Speed-ups of ordinary steps, and of a window's mean, that read a copy over those that read the float32 checkpoint."""
+    entries: list[Entry] = results["measurements"]
+    found: dict[str, float] = {}
+    for family in HEADLINE:
+        own = select(entries, family=family, batch=256)
+
+        def time(readout: str, own: list[Entry] = own) -> tuple[float, float]:
+            steps = ordinary_mean(select(own, readout=readout, what="step"))
+            return steps, select(own, readout=readout, what="step_mean")[0]["us"]
+
+        for readout in ("bf16", "fp8_e4m3", "nvfp4"):
+            name = f"{family}_readout_{readout.removesuffix('_e4m3')}"
+            for suffix, base, ours in zip(("speedup", "mean_speedup"), time("checkpoint"), time(readout), strict=True):
+                found[f"{name}_{suffix}"] = round(base / ours, 3)
+    return found
+
+
 def describe(found: dict[str, float], unit: str, results: Entry, source: str) -> dict[str, Entry]:
     about = {"unit": unit, "device": results["device"], "date": results["date"], "source": f"benchmarks/results/{source}"}
     return {name: {"value": value, **about} for name, value in found.items()}
@@ -67,6 +93,9 @@ def describe(found: dict[str, float], unit: str, results: Entry, source: str) ->
 def main() -> None:
     results = json.loads((RESULTS / SOURCE).read_text())
     summary = describe(figures(results), "ratio", results, SOURCE)
+    if (RESULTS / READOUTS).exists():
+        results = json.loads((RESULTS / READOUTS).read_text())
+        summary |= describe(readout_figures(results), "ratio", results, READOUTS)
     if (RESULTS / FIDELITY).exists():
         results = json.loads((RESULTS / FIDELITY).read_text())
         divergences = {f"{name}_128k": float(f"{value:.4g}") for name, value in headline(results).items()}

@@ -251,11 +251,11 @@ def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
         return [keep(load(ring.update.T, STATE), ring.age(COLUMNS) < ring.count, 1)]
     layout = records_layout(TILE_ROWS)
     shape = (ring.window, TILE_ROWS)
-    if ring.weight is not None:  # or updates are stored by row
-        keep_rows(ring.update)
 
     @pl.when(ring.count > 0)
     def _():
+        if ring.weight is not None:  # or updates are stored by row
+            keep_rows(ring.update)
         update = load(ring.update, layout).astype(f32)
         live = ring.age(layout.reduce(1)) < ring.count
         _store_terms(jnp.where(along(live, shape, 0), update, 0.0), terms)
