@@ -8,7 +8,8 @@ shall differ from the flags. A line of the answers has the id, text, tokens, log
 answers come in the order in which they are done.
 
 An answer is on disk before the next one is written. After a crash the same command goes on where it was: what is there stays,
-the rest is generated, nothing twice.
+the rest is generated, nothing twice. An error is an answer too: delete its line to have the prompt tried again. The exit code
+is 1 while the answers hold errors.
 """
 
 import dataclasses
@@ -70,12 +71,16 @@ def read_prompts(path: pathlib.Path, defaults: dict[str, Any]) -> list[Line]:
     """
     lines: list[Line] = []
     seen: dict[str | int, int] = {}
-    for number, text in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        content = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    for number, text in enumerate(content.split("\n"), start=1):  # JSON text may hold other line separators
         if not text.strip():
             continue
         try:
             line = _read_line(text, number, defaults)
-        except (TypeError, ValueError) as error:
+        except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{path}:{number}: {error}") from error
         if line.id in seen:
             raise ValueError(f"{path}:{number}: id {line.id!r} is line {seen[line.id]}'s already")
@@ -103,8 +108,8 @@ def _read_line(text: str, number: int, defaults: dict[str, Any]) -> Line:
     return Line(name, prompt, SamplingParams(**asked))
 
 
-def open_answers(path: pathlib.Path, lines: list[Line]) -> tuple[TextIO, set[str | int]]:
-    """The answers file, locked and open behind its last whole line, and the ids that it holds.
+def open_answers(path: pathlib.Path, lines: list[Line]) -> tuple[TextIO, dict[str | int, str | None]]:
+    """The answers file, locked and open behind its last whole line, and the ids that it holds, each with its error or None.
 
     A line that a crash has cut short is cut off: its prompt is answered again.
 
@@ -120,25 +125,37 @@ def open_answers(path: pathlib.Path, lines: list[Line]) -> tuple[TextIO, set[str
         content = path.read_bytes()
         end = content.rfind(b"\n") + 1
         done = _answered(path, content[:end], {line.id: line for line in lines})
-        os.ftruncate(out.fileno(), end)  # only now: nothing of a file that is not ours has been touched
-    except ValueError:
+        if cut := content[end:]:
+            if not any(_begins_alike(cut, line) for line in lines):
+                raise ValueError(f"the last line of {path} is no answer of this command; it is left as it is")
+            os.ftruncate(out.fileno(), end)  # only now: nothing of a file that is not ours has been touched
+    except BaseException:
         out.close()
         raise
     return out, done
 
 
-def _answered(path: pathlib.Path, content: bytes, prompts: dict[str | int, Line]) -> set[str | int]:
-    done: set[str | int] = set()
+def _answered(path: pathlib.Path, content: bytes, prompts: dict[str | int, Line]) -> dict[str | int, str | None]:
+    done: dict[str | int, str | None] = {}
     for number, text in enumerate(content.splitlines(), start=1):
         try:
             answer = json.loads(text)
-            name, prompt = answer["id"], answer["prompt"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}:{number} is no answer of this command; it is left as it is") from error
+            name, prompt, error = answer["id"], answer["prompt"], answer.get("error")
+            if isinstance(name, bool) or not isinstance(name, str | int) or not {"tokens", "error"} & answer.keys():
+                raise ValueError("no answer")
+        except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as wrong:
+            raise ValueError(f"{path}:{number} is no answer of this command; it is left as it is") from wrong
         if name not in prompts or prompts[name].prompt != prompt:
             raise ValueError(f"{path}:{number} answers id {name!r}, which is not what the prompts hold under that id")
-        done.add(name)
+        done[name] = error
     return done
+
+
+def _begins_alike(cut: bytes, line: Line) -> bool:
+    """Whether the beginning of a line may be that of a prompt's answer."""
+    asked = json.dumps({"id": line.id, "prompt": line.prompt})[:-1]
+    heads = (f'{asked}, "{field}": '.encode() for field in ("text", "error"))
+    return any(cut.startswith(head) or head.startswith(cut) for head in heads)
 
 
 def answer(engine: Engine, lines: list[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
@@ -184,25 +201,34 @@ def make_drafter(model: Decoder, folder: str) -> Drafter | None:
 def end_tokens(folder: str) -> tuple[int, ...]:
     """The tokens that end an answer, by the folder's generation_config.json or config.json; none if neither says."""
     path = pathlib.Path(folder) / "generation_config.json"
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    config = {**read_config(folder), **config}
-    text = config.get("text_config")
-    ends = config.get("eos_token_id", text.get("eos_token_id") if isinstance(text, dict) else None)
-    return () if ends is None else tuple(ends) if isinstance(ends, list) else (ends,)
+    config = read_config(folder)
+    for source in (json.loads(path.read_text()) if path.is_file() else {}, config, config.get("text_config")):
+        ends = source.get("eos_token_id") if isinstance(source, dict) else None
+        if ends is not None:
+            return tuple(ends) if isinstance(ends, list) else (ends,)
+    return ()
 
 
 def run(folder: str) -> int:
-    """Answers what has no answer yet. Returns how many prompts ended with an error."""
+    """Answers what has no answer yet. Returns how many prompts ended with an error, now or before."""
     defaults = {name: getattr(FLAGS, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
-    lines = read_prompts(pathlib.Path(FLAGS.prompts), {**defaults, "stop_tokens": end_tokens(folder)})
-    out, done = open_answers(pathlib.Path(FLAGS.out), lines)
-    failed = 0
+    try:
+        SamplingParams(**defaults)
+    except ValueError as error:
+        raise ValueError(f"--{error}") from error
+    prompts, answers = pathlib.Path(FLAGS.prompts), pathlib.Path(FLAGS.out)
+    if answers.exists() and answers.samefile(prompts):
+        raise ValueError(f"--out={answers} is the file of the prompts: give another one")
+    lines = read_prompts(prompts, {**defaults, "stop_tokens": end_tokens(folder)})
+    out, done = open_answers(answers, lines)
+    failed = before = sum(error is not None for error in done.values())
     with out:
         left = [line for line in lines if line.id not in done]
         if done:
-            print(f"{len(done)} of {len(lines)} prompts are answered already", file=sys.stderr)
+            errors = f", {before} of them with an error: delete its line to try again" if before else ""
+            print(f"{len(done)} of {len(lines)} prompts are answered already{errors}", file=sys.stderr)
         if not left:
-            return 0
+            return failed
         model = from_pretrained(folder, FLAGS.dtype)
         tokenizer: Tokenizer | None = None
         if any(isinstance(line.prompt, str) or line.params.stop for line in left):
@@ -220,7 +246,7 @@ def run(folder: str) -> int:
             count += line.params.max_tokens
             progress.update(count)
         progress.close()
-    print(f"{len(left)} prompts answered, {failed} of them with an error", file=sys.stderr)
+    print(f"{len(left)} prompts answered, {failed - before} of them with an error", file=sys.stderr)
     return failed
 
 

@@ -34,6 +34,16 @@ def test_nucleus_keeps_the_fewest_tokens_that_reach_top_p():
     assert set(draws(400, temperature=1.0, top_p=0.79)) == {0, 1}
     assert set(draws(400, temperature=1.0, top_p=0.81)) == {0, 1, 2}
     assert set(draws(50, temperature=1.0, top_p=1e-6)) == {0}
+    assert set(draws(400, LOGITS[:, ::-1], temperature=1.0, top_p=1e-38)) == {3}  # 0 in float32
+
+
+def test_numbers_that_float32_does_not_hold_are_refused():
+    for field in ("temperature", "repetition_penalty"):
+        for value in (10**400, 1e39, float("nan")):
+            with pytest.raises(ValueError, match=field):
+                SamplingParams(**{field: value})
+    with pytest.raises(ValueError, match="repetition_penalty"):
+        SamplingParams(repetition_penalty=1e-46)
 
 
 def test_top_k_and_min_p_keep_what_they_say():

@@ -33,7 +33,8 @@ class SamplingParams:
         top_k: draws from the so many most likely tokens only, 0 for all.
         top_p: draws from the fewest most likely tokens whose probabilities reach this sum, in (0, 1].
         min_p: leaves out tokens less likely than this times the most likely one, in [0, 1].
-        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the answer holds.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the answer holds,
+            in [1e-30, 1e30].
         seed: of the draws, in [0, 2**32).
         stop_tokens: tokens that end the answer; the one that does is its last token, and no part of its text.
         stop: strings that end the answer; its text ends before the first of them. Needs a tokenizer.
@@ -64,14 +65,14 @@ class SamplingParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
+        if not (self.temperature >= 0 and _in_float32(self.temperature) < math.inf):
+            raise ValueError(f"temperature must be at least 0 and finite in float32, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}")
+        if not 1e-30 <= self.repetition_penalty <= 1e30:  # or products with logits would leave float32
+            raise ValueError(f"repetition_penalty must be in [1e-30, 1e30], got {self.repetition_penalty}")
         self._check_stops()
 
     def _check_stops(self) -> None:
@@ -86,6 +87,15 @@ class SamplingParams:
             raise ValueError(f"stop_tokens must be in [0, 2**31), got {wrong[0]}")
         if "" in self.stop:
             raise ValueError("stop must not hold the empty string, which ends every answer before it begins")
+
+
+def _in_float32(value: float) -> float:
+    """As the compiled steps see it: infinite past the range of float32."""
+    try:
+        with np.errstate(over="ignore"):
+            return float(np.float32(value))
+    except OverflowError:
+        return math.inf
 
 
 _FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -148,7 +158,8 @@ def _restrict(logits: Array, sampling: Sampling) -> Array:
     ranked = jnp.where((top_k > 0) & (jnp.arange(size) >= top_k), -jnp.inf, ranked)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    ranked = jnp.where((top_p < 1) & (before >= top_p), -jnp.inf, ranked)
+    # the most likely token stays, also where float32 takes top_p for 0
+    ranked = jnp.where((top_p < 1) & (before >= top_p) & (jnp.arange(size) > 0), -jnp.inf, ranked)
     # relative to the most likely token, which renormalising does not change
     ranked = jnp.where(probability < min_p * probability[..., :1], -jnp.inf, ranked)
     back = jnp.argsort(order, axis=-1, stable=True)
