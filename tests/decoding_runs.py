@@ -1,11 +1,14 @@
 """What the tests of the decode loop share: golden models, their recorded answers, solo runs, drafters."""
 
+import dataclasses
 import functools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from replayssm_jax.decoding import Drafter, Engine, MultiTokenPrediction, PromptLookup, SamplingParams, SmallModel
+from replayssm_jax.decoding import Drafter, Engine, MultiTokenPrediction, PromptLookup, SamplingParams, SmallModel, State
 from replayssm_jax.models import Decoder, from_pretrained
 from replayssm_jax.models.qwen3_5_mtp import Qwen3_5MTP
 from tests.golden_data import ROOT, load
@@ -71,3 +74,20 @@ def prompts(rng: np.random.Generator, count: int, longest: int = 40) -> list[tup
             tokens = np.resize(tokens[: int(rng.integers(1, 6))], size)
         made.append(tuple(tokens.tolist()))
     return made
+
+
+def check(requests) -> None:
+    """Every request has finished with its solo answer."""
+    for request in requests:
+        assert request.state is State.FINISHED, request
+        assert tuple(request.tokens) == solo(request.prompt, request.params.max_tokens), request
+
+
+def poisoned(runs, slots=slice(None)) -> None:
+    """Whatever lies in these slots is NaN now, counters aside."""
+
+    def poison(x):
+        return x.at[slots].set(jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    cache = dataclasses.replace(runs.pool.sequences.cache, layers=jax.tree.map(poison, runs.pool.sequences.cache.layers))
+    runs.pool.sequences = dataclasses.replace(runs.pool.sequences, cache=cache)

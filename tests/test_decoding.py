@@ -158,6 +158,8 @@ def test_mistakes_are_named():
         ([[128]], r"\[0, 128\).*128"),
         ([["a"]], "hold tokens"),
         ([], "prompts"),
+        (5, "prompts"),
+        ([1, 2], "prompt must be text or a sequence of tokens, got 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):
             generate(subject, wrong)
@@ -165,6 +167,9 @@ def test_mistakes_are_named():
         generate(subject, ["text"])
     with pytest.raises(ValueError, match=r"params.*1 for 2"):
         generate(subject, [[1], [2]], [GREEDY])
+    for params in ([None], {"max_tokens": 3}):
+        with pytest.raises(TypeError, match="params must be SamplingParams"):
+            generate(subject, [[1]], params)
     with pytest.raises(TypeError, match="no_such_option"):
         generate(subject, [[1]], no_such_option=3)
     for field, value in {"max_tokens": 0, "top_k": -1, "top_p": 0.0, "min_p": 2, "seed": -1, "stop": ("",)}.items():

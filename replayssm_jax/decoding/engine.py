@@ -22,10 +22,11 @@ import jax
 import numpy as np
 
 from replayssm_jax.decoding.drafters import Drafter
-from replayssm_jax.decoding.engine_config import EngineConfig, TooLongError, default_policy, encode, fit
+from replayssm_jax.decoding.engine_config import EngineConfig, TooLongError, check_int, default_policy, encode, fit
 from replayssm_jax.decoding.pool import Grown, Pool
 from replayssm_jax.decoding.prefixes import Prefixes
-from replayssm_jax.decoding.requests import Request, State
+from replayssm_jax.decoding.queues import Queues
+from replayssm_jax.decoding.requests import Request, RequestError, State
 from replayssm_jax.decoding.sampling import SamplingParams
 from replayssm_jax.decoding.sequences import Status
 from replayssm_jax.decoding.text import Tokenizer
@@ -79,9 +80,8 @@ class Engine:
                 f"the drafter's num_drafts={self.drafter.num_drafts} and one"
             )
         self.pool = Pool(model, self.drafter, self.config, self.policy)
-        self.waiting: list[Request] = []
+        self.queues = Queues()
         self.slots: list[Request | None] = [None] * self.config.num_slots
-        self.paused: list[Request] = []
         self.prefixes = Prefixes(self.config.max_prefixes)
         self.next_number = 0
 
@@ -98,19 +98,20 @@ class Engine:
         Raises:
             TooLongError: prompt and answer are longer than ``max_length``, and the engine does not truncate.
             TypeError, ValueError: the prompt is empty or holds what is no token, text or stop strings come without a
-                tokenizer, or there are more than ``max_stop_tokens``.
+                tokenizer, there are more than ``max_stop_tokens``, or params or priority are of another type.
         """
+        check_int("priority", priority)
         params = SamplingParams() if params is None else params
         tokens, params = fit(self._encode(prompt), params, self.config, has_tokenizer=self.tokenizer is not None)
-        return self._queue(Request(self, self._number(), tokens, params, priority))
+        return self.queues.wait(Request(self, self._number(), tokens, params, priority))
 
     def submit_samples(
-        self, prompt: str | Sequence[int], params: SamplingParams, count: int, *, priority: int = 0
+        self, prompt: str | Sequence[int], params: SamplingParams | None, count: int, *, priority: int = 0
     ) -> list[Request]:
         """Several answers to one prompt, which is read once. The i-th has ``params.seed + i``. Arguments as ``submit``."""
         check_positive_int("count", count)
         first = self.submit(prompt, params, priority=priority)
-        return [first, *(self.fork(first, seed=(params.seed + i) % 2**32) for i in range(1, count))]
+        return [first, *(self.fork(first, seed=(first.params.seed + i) % 2**32) for i in range(1, count))]
 
     def fork(self, request: Request, *, seed: int | None = None) -> Request:
         """A second request that goes on from where one is: its text, and what the model knows of it, is copied.
@@ -130,11 +131,11 @@ class Engine:
         fork.restore_answer(request.tokens, request.logprobs)
         slot = self.slot_of(request)
         unread = request.memory is None if slot is None else bool(self.pool.unread[slot])
-        if unread:
-            request.followers.append(fork)
+        if unread and request.state is not State.PAUSED:  # whose prompt may never be read
+            self.queues.follow(request, fork)
             return fork
         fork.memory = request.memory if slot is None else self.pool.take(slot)
-        return self._queue(fork)
+        return self.queues.wait(fork)
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it is; a request that is done stays as it is."""
@@ -148,18 +149,17 @@ class Engine:
         if request.state not in (State.WAITING, State.RUNNING):
             raise ValueError(f"request {request.number} is {request.state.value}: there is nothing to pause")
         self._evict(request)
-        self._unqueue(request)
-        self._release_forks(request)  # or they would wait for as long as it is paused
-        request.state = State.PAUSED
-        self.paused.append(request)
+        self.queues.remove(request)
+        self.queues.release(request)  # or its forks would wait for as long as it is paused
+        self.queues.pause(request)
 
     def resume(self, request: Request) -> None:
         """Queues a paused request again, at its old place."""
         self._check_own(request)
         if request.state is not State.PAUSED:
             raise ValueError(f"request {request.number} is {request.state.value}, not paused")
-        self.paused.remove(request)
-        self._queue(request)
+        self.queues.remove(request)
+        self.queues.wait(request)
 
     def add_prefix(self, prefix: str | Sequence[int]) -> None:
         """Reads a beginning that many prompts share, and keeps its state: a prompt that begins with it starts from there.
@@ -168,22 +168,25 @@ class Engine:
 
         Raises:
             TooLongError: it leaves no room in a slot.
+            RequestError: it could not be read.
             TypeError, ValueError: as ``submit``.
         """
         tokens = self._encode(prefix)
         if len(tokens) >= self.config.max_length:
             raise TooLongError(f"a prefix of {len(tokens)} tokens leaves no room in max_length={self.config.max_length}")
-        # one token more, which is never read: all of the prefix has then gone through the model
-        reader = Request(self, self._number(), (*tokens, 0), SamplingParams(max_tokens=1), 2**31)
+        # its last token stays unread, as every prompt's does: drafting heads read a token with the one behind it
+        reader = Request(self, self._number(), tokens, SamplingParams(max_tokens=1), 2**31)
         reader.prefix_only = True
-        self._queue(reader)
+        self.queues.wait(reader)
         while not reader.done:
             self.step()
+        if reader.error is not None:
+            raise RequestError(f"the prefix: {reader.error}")
 
     @property
     def requests(self) -> list[Request]:
         """All that are not done, in order of arrival."""
-        known = [*(request for request in self.slots if request is not None), *self.waiting, *self.paused]
+        known = [*(request for request in self.slots if request is not None), *self.queues]
         for request in known:  # grows meanwhile
             known.extend(request.followers)
         return sorted(known, key=lambda request: request.number)
@@ -193,7 +196,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.waiting) or any(request is not None for request in self.slots)
+        return bool(self.queues) or any(request is not None for request in self.slots)
 
     def run(self) -> None:
         """Steps until nothing waits or runs."""
@@ -205,41 +208,53 @@ class Engine:
 
         Returns:
             The requests that have news or are done now.
+
+        Raises:
+            TypeError, ValueError: ``max_rounds`` is no int of at least 0.
         """
-        self._admit()
+        if max_rounds is not None:
+            check_int("max_rounds", max_rounds, 0)
+        failed = self._admit()
         self._read_prompts()
         running = [slot for slot, request in enumerate(self.slots) if request is not None and not self.pool.unread[slot]]
         if not running:
-            return []
+            return failed
         rounds = self.config.rounds_per_step if max_rounds is None else max_rounds
         if self.pool.unread.any():  # nobody's prompt waits for the others' answers
             rounds = min(rounds, self.config.rounds_per_step)
         # whoever waits for a slot is let in as soon as one is free
-        least = len(running) if self.waiting else 1
+        least = len(running) if self.queues else 1
         self.pool.decode(rounds, least)
         news = self._hand_out(running)
         if rounds > 0 and not news:  # or run() would wait for ever
             raise RuntimeError(
                 f"the slots {running} should have been decoded and were not: host and device disagree about them"
             )
-        return news
+        return [*failed, *news]
 
-    def _admit(self) -> None:
-        while self.waiting:
-            request = min(self.waiting, key=lambda request: (-request.priority, request.number))
+    def _admit(self) -> list[Request]:
+        """Gives slots to whoever waits, and returns the requests that failed on their way there."""
+        failed = []
+        while self.queues:
+            request = self.queues.first()
             if None not in self.slots:
                 lowest = max((r for r in self.slots if r is not None), key=lambda r: (-r.priority, r.number))
                 if lowest.priority >= request.priority:
-                    return
+                    break
                 self._evict(lowest)
-                self._queue(lowest)
-            self.waiting.remove(request)
-            self._place(request, self.slots.index(None))
+                self.queues.wait(lowest)
+            try:
+                self._place(request, self.slots.index(None))
+            except Exception as error:  # one request's trouble is that request's alone
+                self._end(request, State.FAILED, "error", f"it could not be placed, {type(error).__name__}: {error}")
+                failed.append(request)
+        return [request for request in failed if not request.prefix_only]
 
     def _place(self, request: Request, slot: int) -> None:
         text, memory = (*request.prompt, *request.tokens), request.memory
         memory = self.prefixes.find(text) if memory is None else memory
         self.pool.place(slot, text, request.limit, request.params, memory)
+        self.queues.remove(request)
         request.state, request.memory, self.slots[slot] = State.RUNNING, None, request
         if not self.pool.unread[slot]:
             self._prompt_read(slot)
@@ -255,10 +270,10 @@ class Engine:
         """What waits for a prompt to have been read: its forks, or a prefix to be stored."""
         request = self._in(slot)
         if request.prefix_only:
-            self.prefixes.store(request.prompt[:-1], self.pool.take(slot))
+            self.prefixes.store(request.prompt, self.pool.take(slot))
             self._end(request, State.FINISHED, "length")
         elif request.followers:
-            self._release_forks(request, self.pool.take(slot))
+            self.queues.release(request, self.pool.take(slot))
 
     def _hand_out(self, running: list[int]) -> list[Request]:
         """Fetches what the device has generated and gives it to the requests."""
@@ -286,16 +301,9 @@ class Engine:
         slot = self.slot_of(request)
         if slot is not None:
             self._free(slot, running=running)
-        self._unqueue(request)
+        self.queues.remove(request)
+        self.queues.release(request)
         request.finish(state, reason, error)
-        self._release_forks(request)
-
-    def _release_forks(self, request: Request, memory: Any = None) -> None:
-        """Queues the forks that wait for a request's prompt: with what has been read of it, or to read it themselves."""
-        for fork in request.followers:
-            fork.memory = memory
-            self._queue(fork)
-        request.followers = []
 
     def _evict(self, request: Request) -> None:
         """Moves a running request's slot to host memory and frees it."""
@@ -308,24 +316,16 @@ class Engine:
         self.pool.free(slot, running=running)
         self.slots[slot] = None
 
-    def adopt(self, request: Request, slot: int | None, *, follows: bool = False) -> None:
-        """Takes a request of a saved engine to where it was."""
+    def adopt(self, request: Request, slot: int | None) -> None:
+        """Takes a request of a saved engine, which follows no other, to where it was."""
         if slot is not None:
             self.slots[slot] = request
-        elif not follows:
-            (self.paused if request.state is State.PAUSED else self.waiting).append(request)
+        elif request.state is State.PAUSED:
+            self.queues.pause(request)
+        else:
+            self.queues.wait(request)
 
     # small things
-
-    def _queue(self, request: Request) -> Request:
-        request.state = State.WAITING
-        self.waiting.append(request)
-        return request
-
-    def _unqueue(self, request: Request) -> None:
-        for queue in (self.waiting, self.paused, *(other.followers for other in self.requests)):
-            if request in queue:
-                queue.remove(request)
 
     def _number(self) -> int:
         self.next_number += 1

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from replayssm_jax.checks import IMPLEMENTATIONS
 from replayssm_jax.decoding.sampling import SamplingParams
 from replayssm_jax.decoding.text import Tokenizer
 from replayssm_jax.models.decoder import Decoder
@@ -35,7 +37,7 @@ class EngineConfig:
         implementation: of the model, as in ``replayssm_jax.verify``; a drafting model takes the fastest that can.
 
     Raises:
-        TypeError, ValueError: a size is no int of at least 1.
+        TypeError, ValueError: a size is no int of at least 1, ``truncate`` no bool, or no implementation has this name.
     """
 
     num_slots: int = 16
@@ -54,6 +56,18 @@ class EngineConfig:
                 check_positive_int(field.name, getattr(self, field.name))
         if self.max_length < 2:
             raise ValueError(f"max_length must be at least 2, a token and its answer, got {self.max_length}")
+        if not isinstance(self.truncate, bool):
+            raise TypeError(f"truncate must be a bool, got {self.truncate!r}")
+        if self.implementation is not None and self.implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"implementation must be None or one of {', '.join(IMPLEMENTATIONS)}, got {self.implementation!r}")
+
+
+def check_int(name: str, value: Any, least: int | None = None) -> None:
+    """Raises TypeError or ValueError naming ``name`` unless ``value`` is an int, of at least ``least`` if that is given."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def default_policy(model: Decoder, num_drafts: int) -> ReplayPolicy:
@@ -74,7 +88,10 @@ def encode(prompt: str | Sequence[int], tokenizer: Tokenizer | None, vocab_size:
             raise TypeError("prompt is text, but there is no tokenizer: give tokens, or a tokenizer")
         tokens = tuple(tokenizer.encode(prompt))
     else:
-        tokens = tuple(prompt)
+        try:
+            tokens = tuple(prompt)
+        except TypeError as error:
+            raise TypeError(f"prompt must be text or a sequence of tokens, got {prompt!r}") from error
     if not tokens:
         raise ValueError("prompt must hold at least one token, got none")
     for token in tokens:
@@ -92,8 +109,11 @@ def fit(
 
     Raises:
         TooLongError: it is longer than a slot, and the engine does not truncate.
+        TypeError: params are no ``SamplingParams``.
         ValueError: stop strings without a tokenizer, or too many stop tokens.
     """
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {params!r}")
     if params.stop and not has_tokenizer:
         raise ValueError(f"stop={params.stop!r} needs a tokenizer: give one to the engine, or use stop_tokens")
     if len(params.stop_tokens) > config.max_stop_tokens:

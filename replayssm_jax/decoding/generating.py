@@ -38,7 +38,8 @@ def generate(
         model: a decoder.
         prompts: texts, or tokens.
         params: of each prompt, or of all of them: then the i-th prompt's seed is ``params.seed + i``. None for the defaults.
-        drafter: proposes drafts; None decodes token by token. The answers are the same.
+        drafter: proposes drafts; None decodes token by token. It does not change the distribution that tokens are drawn
+            from; where drafts are chosen, not drawn, or the request is greedy, it changes no token but by rounding.
         tokenizer: for texts and stop strings.
         progress: whether a line on stderr shows how far it is; None if stderr is a terminal.
         options: fields of ``EngineConfig``, and ``policy``. Slots and lengths are made to fit the prompts unless given.
@@ -55,7 +56,8 @@ def generate(
     rounds = engine.config.rounds_per_step if shown.on or any(r.params.stop for r in requests) else 2**30
     while engine.busy:
         engine.step(rounds)
-        shown.update(sum(r.params.max_tokens if r.done else len(r.tokens) for r in requests))
+        if shown.on:
+            shown.update(sum(r.params.max_tokens if r.done else len(r.tokens) for r in requests))
     shown.close()
     return [request.completion() for request in requests]
 
@@ -91,11 +93,13 @@ def _stream(engine: Engine, requests: list[Request]) -> Iterator[tuple[int, Delt
 def _submit(
     model: Decoder, prompts: Prompts, params: Any, drafter: Drafter | None, tokenizer: Tokenizer | None, options: dict[str, Any]
 ) -> tuple[Engine, list[Request]]:
-    if isinstance(prompts, str) or not len(prompts):
+    if isinstance(prompts, str) or not hasattr(prompts, "__len__") or not len(prompts):
         raise ValueError(f"prompts must be a list of at least one prompt, got {prompts!r}")
     tokens = [encode(prompt, tokenizer, model.config.vocab_size) for prompt in prompts]
     if params is None or isinstance(params, SamplingParams):
         params = [_with_seed(params or SamplingParams(), i) for i in range(len(tokens))]
+    elif not isinstance(params, Sequence) or any(not isinstance(p, SamplingParams) for p in params):
+        raise TypeError(f"params must be SamplingParams, one for all or one per prompt, got {params!r}")
     elif len(params) != len(tokens):
         raise ValueError(f"params must be one for all, or one per prompt: got {len(params)} for {len(tokens)} prompts")
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(tokens, params, strict=True))

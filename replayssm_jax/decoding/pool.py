@@ -88,7 +88,7 @@ class Pool:
 
     def decode(self, max_rounds: int, min_ready: int) -> None:
         """Decodes all ready slots until so many rounds have passed or fewer than ``min_ready`` are left."""
-        limits = np.int32(max_rounds), np.int32(min_ready)
+        limits = np.int32(min(max_rounds, 2**31 - 1)), np.int32(min_ready)
         self.sequences = _decode(self._graph, self._weights, self.sequences, *limits, self._config.implementation)
 
     def fetch(self, known: dict[int, int]) -> dict[int, Grown]:
@@ -120,8 +120,12 @@ class Pool:
         self.unread[slot] = 0
 
     def restore(self, saved: Sequences) -> None:
-        """Takes slots that another pool of the same sizes had."""
-        self.sequences = jax.tree.map(jnp.asarray, saved)
+        """Takes slots that another pool of the same sizes had. On a mesh they lie as this pool's do."""
+
+        def place(new: Any, old: Array) -> Array:
+            return jax.device_put(new, old.sharding) if old.committed else jnp.asarray(new)
+
+        self.sequences = jax.tree.map(place, saved, self.sequences)
         self.unread = np.array(self.sequences.unread, np.int64)
 
 

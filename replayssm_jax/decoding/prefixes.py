@@ -12,7 +12,7 @@ Tokens = tuple[int, ...]
 class Prefixes:
     """At most ``most`` prefixes; where one more comes, the one unused for longest goes.
 
-    A recurrent state cannot be cut: a prefix serves a text that begins with all of it and has at least one token more.
+    A recurrent state cannot be cut: a prefix serves a text that begins with all of it. Its last token has not been read.
     """
 
     def __init__(self, most: int):
@@ -38,7 +38,7 @@ class Prefixes:
 
     def find(self, text: Tokens) -> Any:
         """The memory of the longest prefix that serves a text, None if none does."""
-        fitting = (prefix for prefix in self._memories if len(prefix) < len(text) and text[: len(prefix)] == prefix)
+        fitting = (prefix for prefix in self._memories if text[: len(prefix)] == prefix)
         prefix = max(fitting, key=len, default=None)
         if prefix is None:
             return None

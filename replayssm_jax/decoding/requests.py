@@ -85,11 +85,11 @@ class Request:
         self.finish_reason: str | None = None
         self.memory = memory  # the slot's, while it has none of its own: of some beginning of its text
         self.followers: list[Request] = []  # forks that wait until its prompt has been read
+        self.leader: Request | None = None  # the request that it follows
         self.prefix_only = False  # whether its prompt is all there is to it
         self._engine = engine
         self._text = _Text(engine.tokenizer, params.stop)
-        self._yielded = 0
-        self._yielded_text = 0
+        self.handed_out = 0, 0  # tokens and characters that ``news`` has given
 
     def __repr__(self) -> str:
         return f"Request({self.number}, {self.state.value}, {len(self.prompt)} + {len(self.tokens)} tokens)"
@@ -151,11 +151,11 @@ class Request:
     def news(self) -> Delta | None:
         """What it has gained since this was last asked; None if nothing. Runs nothing."""
         text = self.text
-        tokens, logprobs = self.tokens[self._yielded :], self.logprobs[self._yielded :]
-        new_text = text[self._yielded_text :]
+        num_tokens, num_characters = self.handed_out
+        tokens, logprobs, new_text = self.tokens[num_tokens:], self.logprobs[num_tokens:], text[num_characters:]
         if not tokens and not new_text:
             return None
-        self._yielded, self._yielded_text = len(self.tokens), len(text)
+        self.handed_out = len(self.tokens), len(text)
         return Delta(tuple(tokens), tuple(logprobs), new_text)
 
     def belongs_to(self, engine: Engine) -> bool:
@@ -168,6 +168,8 @@ class Request:
     def _run_on(self) -> None:
         if self.state is State.PAUSED:
             raise RequestError(f"request {self.number} is paused: resume it first")
+        if not self._engine.busy:
+            raise RequestError(f"request {self.number} is {self.state.value}, but its engine has nothing to run")
         self._engine.step()
 
     # what follows is the engine's
@@ -183,7 +185,12 @@ class Request:
 
     def finish(self, state: State, reason: str, error: str | None = None) -> None:
         self.state, self.finish_reason, self.error, self.memory = state, reason, error, None
-        self._text.close()
+        try:
+            self._text.close()
+        except Exception as trouble:  # a tokenizer's, with one request
+            if error is None:
+                self.state, self.finish_reason = State.FAILED, "error"
+                self.error = f"its tokenizer raised {type(trouble).__name__}: {trouble}"
 
     def restore_answer(self, tokens: list[int], logprobs: list[float]) -> None:
         """Takes an answer that another engine, or a parent, has generated."""
@@ -202,9 +209,11 @@ class _Text:
         return self._stream is not None and self._append(self._stream.push(token))
 
     def close(self) -> None:
-        if self._stream is not None and not self._ended:
-            self._append(self._stream.close())
-        self._ended = True
+        try:
+            if self._stream is not None and not self._ended:
+                self._append(self._stream.close())
+        finally:
+            self._ended = True
 
     @property
     def settled(self) -> str:

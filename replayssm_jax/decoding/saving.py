@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  registers bfloat16 with NumPy, which safetensors needs
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from replayssm_jax.decoding.drafters import Drafter
@@ -29,7 +30,7 @@ from replayssm_jax.decoding.text import Tokenizer
 from replayssm_jax.models.decoder import Decoder
 from replayssm_jax.state import ReplayPolicy
 
-_ARRAYS, _REST, _FORMAT = "arrays.safetensors", "engine.json", 1
+_ARRAYS, _REST, _FORMAT = "arrays.safetensors", "engine.json", 2
 
 
 def save(engine: Engine, folder: str | pathlib.Path) -> None:
@@ -72,22 +73,20 @@ def restore(
 
     Args:
         folder: from ``save``.
-        model, drafter, tokenizer: the same as then.
+        model, drafter, tokenizer: the same as then. Other weights, or other options of a drafter or tokenizer, go unnoticed.
 
     Raises:
         FileNotFoundError: the folder holds no engine.
-        ValueError: it was made for another model, drafter or policy, or is of another format; the message says what differs.
+        ValueError: it was made for another model, drafter, tokenizer or policy, is of another format or damaged; the message
+            says what differs.
     """
     folder = pathlib.Path(folder)
-    rest = json.loads((folder / _REST).read_text())
-    if rest["format"] != _FORMAT:
-        raise ValueError(f"{folder} has format {rest['format']}, this version reads {_FORMAT}")
+    rest, arrays = _read(folder)
     policy = ReplayPolicy(**rest["made_for"]["policy"])
     engine = Engine(model, EngineConfig(**rest["config"]), drafter=drafter, tokenizer=tokenizer, policy=policy)
     for name, value in _made_for(engine).items():
         if rest["made_for"].get(name) != value:
             raise ValueError(f"{folder} was made for {name}={rest['made_for'].get(name)!r}, got {value!r}")
-    arrays = load_file(folder / _ARRAYS)
     engine.pool.restore(_unnamed("slots", arrays, engine.pool.sequences, folder))
     row = jax.eval_shape(take, engine.pool.sequences, jnp.int32(0))
     for i, prefix in enumerate(rest["prefixes"]):
@@ -97,9 +96,32 @@ def restore(
     followers = {number for described in rest["requests"] for number in described["followers"]}
     for described in rest["requests"]:
         request = requests[described["number"]]
-        request.followers = [requests[number] for number in described["followers"]]
-        engine.adopt(request, described["slot"], follows=request.number in followers)
+        if request.number not in followers:
+            engine.adopt(request, described["slot"])
+        for number in described["followers"]:
+            engine.queues.follow(request, requests[number])
     return engine
+
+
+_KEYS = {"format", "config", "made_for", "next_number", "requests", "prefixes"}
+
+
+def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Both files. Raises ValueError naming the one that is damaged."""
+    path = folder / _REST
+    try:
+        rest = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    form = rest.get("format") if isinstance(rest, dict) else None
+    if form != _FORMAT:
+        raise ValueError(f"{path} has format {form}, this version reads {_FORMAT}")
+    if missing := sorted(_KEYS - rest.keys()):
+        raise ValueError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    try:
+        return rest, load_file(folder / _ARRAYS)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / _ARRAYS} is damaged: {error}") from error
 
 
 def _made_for(engine: Engine) -> dict[str, Any]:
@@ -111,6 +133,7 @@ def _made_for(engine: Engine) -> dict[str, Any]:
     return {
         "model": engine.model_name,
         "drafter": f"{type(engine.drafter).__name__}, {engine.drafter.num_drafts} drafts",
+        "tokenizer": None if engine.tokenizer is None else type(engine.tokenizer).__name__,
         "policy": policy,
     }
 
@@ -125,6 +148,7 @@ def _describe(engine: Engine, request: Request) -> dict[str, Any]:
         "slot": engine.slot_of(request),
         "tokens": request.tokens,
         "logprobs": request.logprobs,
+        "handed_out": request.handed_out,
         "has_memory": request.memory is not None,
         "prefix_only": request.prefix_only,
         "followers": [fork.number for fork in request.followers],
@@ -135,6 +159,7 @@ def _revive(engine: Engine, described: dict[str, Any], row: Any, arrays: dict, f
     params = SamplingParams(**described["params"])
     request = Request(engine, described["number"], tuple(described["prompt"]), params, described["priority"])
     request.restore_answer(described["tokens"], described["logprobs"])
+    request.handed_out = tuple(described["handed_out"])
     request.state, request.prefix_only = State(described["state"]), described["prefix_only"]
     if described["has_memory"]:
         request.memory = _unnamed(f"memory{request.number}", arrays, row, folder)

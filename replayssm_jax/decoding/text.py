@@ -71,7 +71,11 @@ class FileTokenizer:
 
 
 class _FileStream:
-    """Decodes the whole sequence again with each token and returns what is new: merges may change what came before."""
+    """Decodes the whole sequence again with each token and returns what is new: merges may change what came before.
+
+    Text is not taken back: where a decoder rewrites what it has shown already, nothing is shown until it agrees again, and at
+    the end what lies behind as many characters.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
