@@ -7,7 +7,8 @@ With p_i what the model draws token i from and q_i what the drafter drew draft d
 
 (Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023). A drafter that chooses without drawing
 has all of q_i on d_i. Then the rule is the same as drawing x_i from p_i and keeping d_i where it equals x_i, which is what is
-done here: its tokens are those of plain decoding, draw for draw.
+done here: its tokens are those of plain decoding, draw for draw, as long as the model's logits are. A pass over several tokens
+rounds otherwise than passes over one: in float32 that hardly ever changes a token, in bfloat16 it does.
 """
 
 import jax
