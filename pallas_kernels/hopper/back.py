@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode
-from pallas_kernels.hopper.read_memory import Place, columns_of, keeps_direction, planes_of
+from pallas_kernels.hopper.place import Place, columns_of, keeps_direction, planes_of
 from pallas_kernels.hopper.readers import SOURCES
 from pallas_kernels.hopper.tiles import (
     STATE,

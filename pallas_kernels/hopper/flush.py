@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import records
+from pallas_kernels.hopper import folding, records
 from pallas_kernels.hopper.records import Ring
 from pallas_kernels.hopper.tiles import (
     Geometry,
@@ -117,14 +117,14 @@ def _flush_tile(
             barrier()
             plane = updates if updates_terms is None else updates_terms[0]
             records.keep_rows(updates)
-            records.fold_on_tensor_cores(tile, ring, None, total, plane, g, interpret)
+            folding.fold_on_tensor_cores(tile, ring, None, total, plane, g, interpret)
         else:
             left, remains = records.decay_heads(ring)
             rows_of_ring = pl.ds(0, g.window)
             store(factors.at[0, rows_of_ring], left)
             store(factors.at[2, rows_of_ring], remains)
             barrier()
-            records.fold(tile, ring, factors.at[0], factors[2, 0], g)
+            folding.fold(tile, ring, factors.at[0], factors[2, 0], g)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[slot, h, values])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -25,9 +25,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, records
 from pallas_kernels.hopper.back import take_back
-from pallas_kernels.hopper.read_memory import (
+from pallas_kernels.hopper.place import (
     COPY_SCALES,
-    RING_CHUNK,
     Place,
     ReadConfig,
     best_read_config,
@@ -51,7 +50,6 @@ from pallas_kernels.hopper.tiles import (
     along,
     barrier,
     bf16,
-    channels_layout,
     column,
     compiler_params,
     f32,
@@ -161,91 +159,6 @@ class _Reader(Place):
         lax.fori_loop(0, config.heads, one, None)
         if g.tokens > 1:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def all_have_read(self) -> None:
-        """Before a copy overwrites what has been read. A read needs no fence; interpret mode's detector of races wants one."""
-        (barrier if self.interpret is None else plgpu.commit_smem)()
-
-    # Copies.
-
-    def request_start(self) -> None:
-        g, s, pool, arrived = self.g, self.s, self.pool, self.s["start_arrived"]
-        heads = pl.ds(self.first_head, self.config.heads)
-        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], s["queries"].at[pl.ds(0, g.tokens)], arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], s["token_keys"], arrived)
-        records.request_keys(pool, self.slot, self.key_head, self.ring, RING_CHUNK, arrived, self.interpret)
-        if g.channel_gate:
-            for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
-                rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-                source = pool.log_decay.at[self.slot, self.first_head, rows]
-                records.copy_if(wanted, source, s["decays"].at[rows], arrived, self.interpret)
-        else:
-            plgpu.copy_gmem_to_smem(pool.log_decay.at[self.slot, heads], s["decays"], arrived)
-        plgpu.copy_gmem_to_smem(pool.weight.at[self.slot, heads], s["weights"], arrived)
-        if g.delta_rule:
-            plgpu.copy_gmem_to_smem(pool.factor.at[self.slot, self.key_head], s["factors"], arrived)
-
-    def request_head(self, head: Array) -> None:
-        """Requests what is read of a value head, its scales, the records' values and the tokens' ones."""
-        g, s, pool, slot, interpret = self.g, self.s, self.pool, self.slot, self.interpret
-        h, stage = self.first_head + head, head % self.config.stages
-        arrived = s["head_arrived"].at[stage]
-        source = pool.checkpoint if g.readout == "checkpoint" else pool.payload
-        plgpu.copy_gmem_to_smem(source.at[slot, h], s["tile"].at[stage], arrived)
-        if g.readout == "fp8_e4m3":
-            plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
-        if g.readout == "nvfp4":
-            plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
-        for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
-            rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage], arrived)
-
-    # The tokens' numbers: rows of "numbers" hold log decays and betas by head and token, scales of queries and keys by token;
-    # behind the latter those of the heads' copies.
-
-    def store_numbers(self) -> None:
-        g, numbers, b = self.g, self.s["numbers"], self.b
-        if g.readout == "nvfp4":
-            for h in range(self.config.heads):
-                numbers[3, COPY_SCALES + h] = self.pool.scale[self.slot, self.first_head + h]
-        for i in range(g.tokens):
-            for h in range(self.config.heads):
-                if not g.channel_gate:
-                    numbers[0, h * g.tokens + i] = self.tokens.log_decay[b, i, self.first_head + h]
-                numbers[1, h * g.tokens + i] = self.tokens.beta[b, i, self.first_head + h]
-            numbers[2, i] = self.tokens.q_scale[b, i, self.key_head]
-            numbers[3, i] = self.tokens.k_scale[b, i, self.key_head]
-
-    def append(self) -> None:
-        """Records the tokens, but for their values."""
-        g, s, pool, numbers = self.g, self.s, self.pool, self.s["numbers"]
-        layout = channels_layout(g.key_dim)
-
-        def row(i: Array) -> Array:
-            return self.ring.row(self.recorded + i)
-
-        def one(i: Array, carry: None) -> None:
-            for h in range(self.config.heads):
-                head = self.first_head + h
-                if not g.channel_gate:
-                    pool.log_decay[self.slot, head, row(i)] = numbers[0, h * g.tokens + i]
-                scale = 1.0 if g.delta_rule else numbers[3, i]
-                pool.weight[self.slot, head, row(i)] = numbers[1, h * g.tokens + i] * scale
-            if g.channel_gate:
-                gate = self.tokens.log_decay.at[self.b, i, self.first_head]
-                store(pool.log_decay.at[self.slot, self.first_head, row(i)], load(gate, layout))
-
-        lax.fori_loop(0, self.length, one, None)
-
-        @pl.when(self.first_head % g.group_size == 0)
-        def _():
-            def one(i: Array, carry: None) -> None:
-                store(pool.key.at[self.slot, self.key_head, row(i)], load(s["token_keys"].at[i], layout))
-                if g.delta_rule:
-                    pool.factor[self.slot, self.key_head, row(i)] = numbers[3, i]
-
-            lax.fori_loop(0, self.length, one, None)
 
     # Answers.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import records
+from pallas_kernels.hopper import folding, records
 from pallas_kernels.hopper.records import Ring
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
@@ -200,9 +200,9 @@ class Stream:
             plgpu.barrier_wait(s["inputs_arrived"])
             if folds_on_tensor_cores(self.g):
                 plane = s["updates_terms"][0] if "updates_terms" in s else s["updates"]
-                records.fold_on_tensor_cores(s["tile"], self.ring, left, total, plane, self.g, self.call.interpret)
+                folding.fold_on_tensor_cores(s["tile"], self.ring, left, total, plane, self.g, self.call.interpret)
             else:
-                records.fold(s["tile"], self.ring, left, total, self.g)
+                folding.fold(s["tile"], self.ring, left, total, self.g)
             plgpu.commit_smem()
             stored = s["tile"].at[pl.ds(0, self.g.tile_rows)]
             plgpu.copy_smem_to_gmem(stored, self.pool.checkpoint.at[self.slot, h, pl.ds(first, self.g.tile_rows)])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.read_memory import best_read_config
-from pallas_kernels.hopper.read_memory import scratch_of as read_scratch
+from pallas_kernels.hopper.place import best_read_config
+from pallas_kernels.hopper.place import scratch_of as read_scratch
 from pallas_kernels.hopper.refresh import refresh_unsupported
 from pallas_kernels.hopper.step import scratch as step_scratch
 from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry

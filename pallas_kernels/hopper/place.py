@@ -1,15 +1,33 @@
-"""What a warpgroup of ``read`` keeps in shared memory, how much work it takes on, and where it stands."""
+"""Where a warpgroup of ``read`` stands: its share of the work, its shared memory, the copies to and from it."""
 
 import dataclasses
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import decode
+from pallas_kernels.hopper import decode, records
 from pallas_kernels.hopper.readers import DRAFTS, SOURCES
 from pallas_kernels.hopper.records import Ring
-from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Ref, Rows, bf16, f32, i32, one_of, swizzled
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    Array,
+    Geometry,
+    Interpret,
+    Ref,
+    Rows,
+    barrier,
+    bf16,
+    channels_layout,
+    f32,
+    i32,
+    load,
+    one_of,
+    store,
+    swizzled,
+)
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
@@ -131,7 +149,7 @@ def _codes(stages: int, rows: int, row_bytes: int) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Place:
-    """One warpgroup's place in a live row, and its shared memory."""
+    """One warpgroup's place in a live row, its shared memory, and the copies to and from it."""
 
     rows: Rows
     tokens: Any  # references
@@ -156,3 +174,88 @@ class Place:
             s["keys"], [], s["updates"], s["decays"], None, s["weights"], start, jnp.where(due, 0, recorded), g.window
         )
         self.readers, self.layout = readers_of(g, self.config), decode.columns_layout(g.key_dim)
+
+    def all_have_read(self) -> None:
+        """Before a copy overwrites what has been read. A read needs no fence; interpret mode's detector of races wants one."""
+        (barrier if self.interpret is None else plgpu.commit_smem)()
+
+    # Copies.
+
+    def request_start(self) -> None:
+        g, s, pool, arrived = self.g, self.s, self.pool, self.s["start_arrived"]
+        heads = pl.ds(self.first_head, self.config.heads)
+        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], s["queries"].at[pl.ds(0, g.tokens)], arrived)
+        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], s["token_keys"], arrived)
+        records.request_keys(pool, self.slot, self.key_head, self.ring, RING_CHUNK, arrived, self.interpret)
+        if g.channel_gate:
+            for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
+                rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
+                source = pool.log_decay.at[self.slot, self.first_head, rows]
+                records.copy_if(wanted, source, s["decays"].at[rows], arrived, self.interpret)
+        else:
+            plgpu.copy_gmem_to_smem(pool.log_decay.at[self.slot, heads], s["decays"], arrived)
+        plgpu.copy_gmem_to_smem(pool.weight.at[self.slot, heads], s["weights"], arrived)
+        if g.delta_rule:
+            plgpu.copy_gmem_to_smem(pool.factor.at[self.slot, self.key_head], s["factors"], arrived)
+
+    def request_head(self, head: Array) -> None:
+        """Requests what is read of a value head, its scales, the records' values and the tokens' ones."""
+        g, s, pool, slot, interpret = self.g, self.s, self.pool, self.slot, self.interpret
+        h, stage = self.first_head + head, head % self.config.stages
+        arrived = s["head_arrived"].at[stage]
+        source = pool.checkpoint if g.readout == "checkpoint" else pool.payload
+        plgpu.copy_gmem_to_smem(source.at[slot, h], s["tile"].at[stage], arrived)
+        if g.readout == "fp8_e4m3":
+            plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
+        if g.readout == "nvfp4":
+            plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
+        for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
+            rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
+            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
+        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage], arrived)
+
+    # The tokens' numbers: rows of "numbers" hold log decays and betas by head and token, scales of queries and keys by token;
+    # behind the latter those of the heads' copies.
+
+    def store_numbers(self) -> None:
+        g, numbers, b = self.g, self.s["numbers"], self.b
+        if g.readout == "nvfp4":
+            for h in range(self.config.heads):
+                numbers[3, COPY_SCALES + h] = self.pool.scale[self.slot, self.first_head + h]
+        for i in range(g.tokens):
+            for h in range(self.config.heads):
+                if not g.channel_gate:
+                    numbers[0, h * g.tokens + i] = self.tokens.log_decay[b, i, self.first_head + h]
+                numbers[1, h * g.tokens + i] = self.tokens.beta[b, i, self.first_head + h]
+            numbers[2, i] = self.tokens.q_scale[b, i, self.key_head]
+            numbers[3, i] = self.tokens.k_scale[b, i, self.key_head]
+
+    def append(self) -> None:
+        """Records the tokens, but for their values."""
+        g, s, pool, numbers = self.g, self.s, self.pool, self.s["numbers"]
+        layout = channels_layout(g.key_dim)
+
+        def row(i: Array) -> Array:
+            return self.ring.row(self.recorded + i)
+
+        def one(i: Array, carry: None) -> None:
+            for h in range(self.config.heads):
+                head = self.first_head + h
+                if not g.channel_gate:
+                    pool.log_decay[self.slot, head, row(i)] = numbers[0, h * g.tokens + i]
+                scale = 1.0 if g.delta_rule else numbers[3, i]
+                pool.weight[self.slot, head, row(i)] = numbers[1, h * g.tokens + i] * scale
+            if g.channel_gate:
+                gate = self.tokens.log_decay.at[self.b, i, self.first_head]
+                store(pool.log_decay.at[self.slot, self.first_head, row(i)], load(gate, layout))
+
+        lax.fori_loop(0, self.length, one, None)
+
+        @pl.when(self.first_head % g.group_size == 0)
+        def _():
+            def one(i: Array, carry: None) -> None:
+                store(pool.key.at[self.slot, self.key_head, row(i)], load(s["token_keys"].at[i], layout))
+                if g.delta_rule:
+                    pool.factor[self.slot, self.key_head, row(i)] = numbers[3, i]
+
+            lax.fori_loop(0, self.length, one, None)
