@@ -67,10 +67,11 @@ def kernels(folder: Path) -> dict[str, Kernel]:
 
 
 def _kernel(ptxas: Path) -> Kernel:
-    report, resources = ptxas.read_text(), ptxas.with_suffix(".resources.txt").read_text()
+    name = ptxas.stem.rpartition("_")[0]  # a number ends it, which need not be the same for all that is said of a kernel
+    report, resources = ptxas.read_text(), next(ptxas.parent.glob(f"{name}_*.resources.txt")).read_text()
     barriers = re.findall(r"num_barriers=(\d+), orders_tensor_core=\w+\): (\d+)", resources)
     return Kernel(
-        name=ptxas.stem.rpartition("_")[0],  # a number ends it
+        name=name,
         registers=max(int(n) for n in re.findall(r"Used (\d+) registers", report)),
         shared=int(re.search(r"smem_scratch_bytes=(\d+)", resources)[1]) + 8 * sum(int(n) * int(m) for n, m in barriers),
         spilled=sum(int(n) for n in re.findall(r"(\d+) bytes spill", report)),

@@ -43,7 +43,7 @@ def test_readme_mixer_example_runs_with_either_line(swapped):
 
 
 def test_readme_model_example_runs():
-    source = BLOCKS[2].replace("folder/with/config.json/and/safetensors", str(ROOT / "tests/goldens/qwen3_5"))
+    source = BLOCKS[2].replace("folder/with/config.json/and/safetensors", str(ROOT / "tests/goldens/mamba2"))
     names = {"jnp": jnp, "prompts": jnp.ones((8, 6), jnp.int32), "lengths": jnp.arange(1, 7).repeat(2)[:8]}
     names |= {"drafts": jnp.ones((8, 1), jnp.int32), "accepted": 1}
     exec(source, names)
@@ -52,7 +52,7 @@ def test_readme_model_example_runs():
 
 @pytest.mark.usefixtures("quick_compiles")
 def test_readme_decoding_example_runs(capsys):
-    model = from_pretrained(ROOT / "tests/goldens/qwen3_5")
+    model = from_pretrained(ROOT / "tests/goldens/mamba2")
     names: dict = {"model": model, "tokenizer": ByteTokenizer(128)}
     exec(BLOCKS[3], names)
     assert len(names["answer"].tokens) == 80

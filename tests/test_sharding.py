@@ -23,7 +23,8 @@ from tests.cases import case_named, make_tokens
 from tests.golden_data import ROOT
 
 RUNS = {
-    "slots": ["state:2:4", "rounded:2:4", "qwen3_5:8:1", "qwen3_5:1:8"],
+    "states": ["state:2:4", "rounded:2:4"],
+    "one axis": ["qwen3_5:8:1", "qwen3_5:1:8"],
     "heads": ["kimi_linear:2:4:prompt", "mamba2:1:8"],
     "experts": ["qwen3_next:2:4"],
     "more experts": ["nemotron_h:2:4:prompt"],
@@ -38,7 +39,7 @@ KEY_HEADS = {
 }
 
 
-LONG = ("more experts", "engine")
+LONG = ("one axis", "more experts", "engine")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS])
