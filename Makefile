@@ -30,14 +30,14 @@ pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 5 minutes)
+long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 8 minutes)
 	@echo "Running the long tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
 
 # The compiler's Python packages are kept out of .venv: where jax sees its CUDA plugin it wants a GPU and all of CUDA.
 aot: setup-aot ## compile the GPU kernels for an H200, no GPU needed, and check what they take
 	@echo "Compiling the GPU kernels"
-	@JAX_PLATFORMS=cpu PYTHONPATH=.venv/aot $(PY) -m pytest -n 2 -m aot tests/test_aot.py tests/test_aot_readouts.py $(PYTEST_ARGS)
+	@JAX_PLATFORMS=cpu PYTHONPATH=.venv/aot $(PY) -m pytest -n 2 --dist worksteal -m aot tests/test_aot.py tests/test_aot_readouts.py $(PYTEST_ARGS)
 
 format: setup-test ## rewrite the sources in the house's format
 	@$(PY) -m ruff check --fix .
