@@ -117,7 +117,8 @@ class Engine:
         """A second request that goes on from where one is: its text, and what the model knows of it, is copied.
 
         Args:
-            request: waiting, running or paused. Where its prompt has not been read yet, the fork waits for that.
+            request: waiting, running or paused. Where its prompt is yet to be read, the fork waits for that, or reads it itself
+                if the request is paused.
             seed: of the fork's draws; None for the same, which gives the same answer.
 
         Raises:

@@ -73,8 +73,8 @@ class FileTokenizer:
 class _FileStream:
     """Decodes the whole sequence again with each token and returns what is new: merges may change what came before.
 
-    Text is not taken back: where a decoder rewrites what it has shown already, nothing is shown until it agrees again, and at
-    the end what lies behind as many characters.
+    What has been shown is not taken back. Where a decoder rewrites it, nothing more is shown until it agrees again, and at the
+    end only what lies behind as many characters: some text may be missing.
     """
 
     def __init__(self, tokenizer: Any):
