@@ -1,10 +1,10 @@
-"""Draws the two figures of the GPU kernels from benchmarks/results/kernels_h200.json.
+"""Draws the figures of the GPU kernels from benchmarks/results/kernels_h200.json and readouts_h200.json.
 
-    python benchmarks/plots.py [--results FILE.json] [--out FOLDER]
+    python benchmarks/plots.py [--results FILE.json] [--readouts FILE.json] [--out FOLDER]
 
 speedup_h200.svg: speed-up over the recurrent kernel against batch, mean over a window, for the three families. verify_h200.svg:
 time of a verification against its tokens at batch 256, beside snapshots, the published replay kernels and the time to read the
-checkpoints once.
+checkpoints once. readouts_h200.svg: time of an ordinary step against the records in its ring, for every copy that it may read.
 """
 
 import argparse
@@ -194,8 +194,37 @@ def draw_verify(results: Entry) -> Any:
     return figure
 
 
-def draw(source: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
-    """Draws both figures of a results file into a folder.
+def draw_readouts(results: Entry) -> Any:
+    """The figure of an ordinary step's time against its records, for every copy."""
+    figure, axes = _panels(results, f"Ordinary step at batch {BATCH}: time on the device of all that it launches")
+    styles = {
+        "checkpoint": ("float32 checkpoint", THEIRS, "s-"),
+        "bf16": ("bfloat16 copy", SNAPSHOTS, "^-"),
+        "fp8_e4m3": ("FP8 copy", GREY, "D-"),
+        "nvfp4": ("NVFP4 copy", OURS, "o-"),
+    }
+    names = []
+    for axis, family in zip(axes, FAMILIES, strict=True):
+        steps = select(results["measurements"], family=family, batch=BATCH, what="step", flush=False)
+        ends: list[tuple[float, float, str, str]] = []
+        for readout, (name, color, style) in styles.items():
+            points = sorted((entry["records"], entry["us"]) for entry in select(steps, readout=readout))
+            _curve(axis, points, color, style)
+            ends += [(*points[-1], f"{points[-1][1]:.0f}  {name}", color)] if points else []
+        names.append(ends)
+        axis.set_xlim(0, 24)
+        axis.set_xticks([1, 7, 14])
+        axis.set_ylim(bottom=0)
+        axis.set_xlabel("records since the last flush")
+    axes[0].set_ylabel("microseconds")
+    figure.canvas.draw()  # fixes the axes, which the names are placed by
+    for axis, ends in zip(axes, names, strict=True):
+        _names(axis, ends)
+    return figure
+
+
+def draw(source: pathlib.Path, out: pathlib.Path, readouts: pathlib.Path | None = None) -> list[pathlib.Path]:
+    """Draws the figures of a results file, and of another of read-outs, into a folder.
 
     Returns:
         The files written.
@@ -203,8 +232,11 @@ def draw(source: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
     from matplotlib import pyplot
 
     results = json.loads(source.read_text())
+    figures = {"speedup_h200": draw_speedup(results), "verify_h200": draw_verify(results)}
+    if readouts is not None:
+        figures["readouts_h200"] = draw_readouts(json.loads(readouts.read_text()))
     written = []
-    for name, figure in {"speedup_h200": draw_speedup(results), "verify_h200": draw_verify(results)}.items():
+    for name, figure in figures.items():
         written.append(out / f"{name}.svg")
         figure.savefig(written[-1], metadata={"Date": None})
         pyplot.close(figure)
@@ -214,9 +246,10 @@ def draw(source: pathlib.Path, out: pathlib.Path) -> list[pathlib.Path]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS / "kernels_h200.json")
+    parser.add_argument("--readouts", type=pathlib.Path, default=RESULTS / "readouts_h200.json")
     parser.add_argument("--out", type=pathlib.Path, default=RESULTS)
     options = parser.parse_args()
-    for path in draw(options.results, options.out):
+    for path in draw(options.results, options.out, options.readouts):
         print(path)
 
 

@@ -155,6 +155,12 @@ def test_plots_are_small_pictures_of_what_was_measured(tmp_path):
     assert all(10_000 < path.stat().st_size < 200_000 for path in paths)
 
 
+def test_the_plot_of_readouts_names_what_was_read():
+    steps = [entry(readout=form, records=n, us=us) for form, us in (("checkpoint", 280.0), ("nvfp4", 90.0)) for n in (1, 14)]
+    panel = plots.draw_readouts({"measurements": [*steps, entry(readout="nvfp4", records=15, flush=True, us=1e3)]}).axes[0]
+    assert [text.get_text() for text in panel.texts] == ["90  NVFP4 copy", "280  float32 checkpoint"]
+
+
 @pytest.mark.parametrize("draw", [plots.draw_speedup, plots.draw_verify])
 def test_plots_name_every_curve_in_every_panel(draw):
     for panel in draw(made_up()).axes:
