@@ -9,17 +9,27 @@ from tests.lockstep import Lockstep, jitted
 PADDING = (-1, 6, 13, np.iinfo(np.int32).min)  # of a pool of 6 slots
 
 
-# module scope keeps the tests of one case together, so that what they compile is compiled once
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.id)
-def case(request):
-    return request.param
+# The reference is the law and no faster path to it: a row for each recurrence, and its copies; all rows in `make long`.
+BY_THE_LAW = (
+    "gdn-ratio4-bf16-checkpoint",
+    "kda-ratio2",
+    "mamba2-g8",
+    "gla-ratio2-bf16-checkpoint",
+    "kda-nvfp4-readout-fp16-stochastic",
+)
+every_row = pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        pytest.param(case, name, marks=[pytest.mark.long] * (name == "reference" and case.id not in BY_THE_LAW))
+        for case in CASES
+        for name in IMPLEMENTATIONS
+    ],
+    ids=lambda value: getattr(value, "id", value),
+    scope="module",  # keeps the tests of one row together, so that what they compile is compiled once
+)
 
 
-@pytest.fixture(scope="module", params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
-
-
+@every_row
 def test_prompts(case, implementation, rng):
     """Ragged prompts of 1, 63, 64, 65 and 130 tokens into fresh slots, then again from the middle of a window."""
     pair = Lockstep(case, implementation, num_slots=6)
@@ -31,6 +41,7 @@ def test_prompts(case, implementation, rng):
     pair.check()
 
 
+@every_row
 def test_steps(case, implementation, rng):
     """One token at a time over more than two windows, rows pausing, changing places and padded."""
     pair = Lockstep(case, implementation, num_slots=6)
@@ -49,6 +60,7 @@ def test_steps(case, implementation, rng):
     pair.check()
 
 
+@every_row
 def test_drafts(case, implementation, rng):
     """Ragged drafts, any prefix accepted, none and all included, with flushes of some slots in between."""
     pair = Lockstep(case, implementation, num_slots=6)
@@ -59,6 +71,7 @@ def test_drafts(case, implementation, rng):
         pair.check()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["gdn", "gla"])
 def test_rows_in_their_own_slots(name, implementation, rng):
     """slots=None puts row b in slot b: fewer rows than slots, and as many."""
