@@ -30,7 +30,7 @@ pytest: setup-test ## the tests alone, two at a time
 	@echo "Running the tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (about 6 minutes)
+long: setup-test ## the tests that take longest: a soak, crashes, every model through the decode loops (several minutes)
 	@echo "Running the long tests"
 	@JAX_PLATFORMS="$${JAX_PLATFORMS-cpu}" $(PY) -m pytest -n 2 --dist worksteal -m long $(PYTEST_ARGS)
 

@@ -57,7 +57,7 @@ def test_a_block_that_serves_several_heads(case, readout, rng, no_races, monkeyp
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 
 
-@pytest.mark.parametrize("case", CASES[1:3], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [pytest.param(CASES[1], marks=pytest.mark.long), CASES[2]], ids=lambda case: case.id)
 def test_rounding_by_chance(case, rng, no_races):
     """A device's share of the heads, whose numbers begin elsewhere, is rounded as in ``rounding``."""
     state = make_state(dataclasses.replace(case, rounding="stochastic", dims=(16, 32)), rng, COUNTS[:2])

@@ -27,7 +27,7 @@ def test_readme_core_example_runs():
     np.testing.assert_array_equal(names["state"].pointer.position, [104, 101])
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["gated_delta_net", "mamba2"])
+@pytest.mark.parametrize("swapped", [False, pytest.param(True, marks=pytest.mark.long)], ids=["gated_delta_net", "mamba2"])
 def test_readme_mixer_example_runs_with_either_line(swapped):
     source = BLOCKS[1]
     if swapped:

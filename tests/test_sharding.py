@@ -39,7 +39,7 @@ KEY_HEADS = {
 }
 
 
-LONG = ("one axis", "more experts", "engine")
+LONG = ("one axis", "experts", "more experts", "engine")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in RUNS])
