@@ -38,7 +38,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from replayssm_jax.small_floats import BFLOAT16, E4M3, finite, magnitude_bits, round_to
+from pallas_kernels.small_floats import BFLOAT16, E4M3, finite, magnitude_bits, round_to
 from replayssm_jax.trees import register
 
 Array = jax.Array

@@ -152,6 +152,7 @@ def test_heads_split_over_two_gpus_are_updated_in_place():
 
 def test_the_search_finds_a_copy(compile_for_h200):
     """The same call without donation must keep its input; the tests above would see that."""
-    state = state_of(LAYERS["mamba2"], DRAFTS["flush"])
+    # of a size of its own: what a process has compiled before is reported once
+    state = state_of(LAYERS["mamba2"], DRAFTS["flush"], SLOTS + 8)
     compiled = compile_for_h200(replay_pallas.flush, state, VECTOR, MASK, donate=())
     assert moves(compiled, [state])

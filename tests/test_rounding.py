@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
+from pallas_kernels.small_floats import BFLOAT16, FLOAT16, round_to
 from replayssm_jax.rounding import checkpoint_noise
-from replayssm_jax.small_floats import BFLOAT16, FLOAT16, round_to
 from tests.cases import case_named, make_tokens
 from tests.compare import same_bits
 from tests.lockstep import FAST_COMPILE, jitted

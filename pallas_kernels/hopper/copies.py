@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels import chance, small_floats
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
@@ -185,23 +186,17 @@ def _e4m3(pattern: Array) -> Array:
 
 def request_streams(g: Geometry, request: Array) -> Array:
     """What kernels need of the slots' requests and the seed, which is no part of a kernel. [N] int32 -> [N] int32"""
-    from replayssm_jax import rounding
-
     if g.rounding == "nearest":
         return request
-    return lax.bitcast_convert_type(rounding.request_stream(g.seed, request), i32)
+    return lax.bitcast_convert_type(chance.request_stream(g.seed, request), i32)
 
 
 def round_by_chance(x: Array, g: Geometry, stream: Array, position: Array, head: Array, element: Array) -> Array:
     """``rounding.round_checkpoint`` of elements [...] int32 of a head. [...] float32 -> checkpoint dtype"""
-    from replayssm_jax import rounding
-
-    noise = rounding.element_noise(stream.astype(jnp.uint32), position, head, element.astype(jnp.uint32))
-    return rounding.round_by_chance(x, g.checkpoint_dtype, noise)
+    noise = chance.element_noise(stream.astype(jnp.uint32), position, head, element.astype(jnp.uint32))
+    return chance.round_by_chance(x, g.checkpoint_dtype, noise)
 
 
 def _round_to(x: Array, target: str, noise: Array | None = None) -> Array:
     """``small_floats.round_to``, as int32."""
-    from replayssm_jax import small_floats
-
     return small_floats.round_to(x, getattr(small_floats, target), noise).astype(i32)
