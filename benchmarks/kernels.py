@@ -10,17 +10,9 @@ every cut of the work (``StreamConfig``) at batch 256 in place of the best known
 
 import argparse
 import dataclasses
-import datetime
-import fcntl
-import glob
-import json
-import multiprocessing
 import os
 import pathlib
-import shlex
 import sys
-import tempfile
-import time
 from typing import Any
 
 import numpy as np
@@ -30,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.peers_timing import figures  # noqa: E402
+from benchmarks.turns import measure_all, timeline, write  # noqa: E402
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 LOOP = 48  # calls in one compiled loop
@@ -161,23 +154,8 @@ def program(job: Job) -> tuple[Any, Any]:
     return jax.jit(run, donate_argnums=2).lower(hopper.Rows(*[vector] * 4), *made).compile(), jax.jit(make).lower().compile()
 
 
-def timeline(run: Any, *arguments: Any) -> tuple[Any, list[float], list[float]]:
-    """Runs once under the profiler: the result, durations of the replay kernels, and times from start to start [us]."""
-    import jax
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            result = jax.block_until_ready(run(*arguments))
-        trace = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[0]
-        planes = jax.profiler.ProfileData.from_file(trace).planes
-        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
-        events = sorted((e.start_ns, e.duration_ns) for line in lines for e in line.events if "replay_" in e.name)
-    starts = np.array([start for start, _ in events]) / 1e3
-    return result, [duration / 1e3 for _, duration in events], list(np.diff(starts))
-
-
-def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
-    """The entries of a job."""
+def measure(job: Job, compiled: tuple[Any, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The entries of a job, a step's mean among them, and a line that says them."""
     import jax.numpy as jnp
 
     from pallas_kernels import hopper
@@ -190,13 +168,18 @@ def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
         full = jnp.full(job.batch, records, jnp.int32)
         rows = hopper.Rows(order, jnp.full(job.batch, job.tokens, jnp.int32), full, jnp.zeros(job.batch, jnp.int32))
         pool, _ = run(rows, tokens, pool)
-        (pool, _), durations, periods = timeline(run, rows, tokens, pool)
+        (pool, _), events = timeline(run, rows, tokens, pool)
+        kernels = [(start, duration) for name, start, duration in events if "replay_" in name]
+        durations, periods = [duration for _, duration in kernels], list(np.diff([start for start, _ in kernels]))
         entry: dict[str, Any] = {"family": job.family, "heads": list(job.heads), "dims": list(job.dims), "batch": job.batch}
         entry |= {"kernel": "pallas", "what": "step" if job.tokens == 1 else "verify", "tokens": job.tokens}
         entry |= {"records": records, "flush": job.is_due(records), "window": job.window}
         entry |= figures(periods) | figures(durations, "kernel_us")
         entries.append(entry | ({} if job.config is None else {"config": list(job.config)}))
-    return entries
+    line = " ".join(f"{entry['records']}:{entry['kernel_us']:.1f}" for entry in entries)
+    if mean := window_mean(entries) if job.config is None else None:
+        return [*entries, mean], f"{line}; mean {mean['kernel_us']:.1f} us"
+    return entries, line
 
 
 def window_mean(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -213,29 +196,6 @@ def window_mean(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     return mean
 
 
-def work(jobs: list[Job], lock_file: str, out: str) -> None:
-    """A process: compiles its jobs, then times them in turn with the others."""
-    results = []
-    compiled = []
-    for job in jobs:
-        try:
-            compiled.append((job, program(job)))
-        except Exception as error:
-            results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
-    for job, programs in compiled:
-        with open(lock_file, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                entries = measure(job, programs)
-                mean = window_mean(entries) if job.config is None else None
-                results += entries + ([mean] if mean else [])
-                shown = " ".join(f"{entry['records']}:{entry['kernel_us']:.1f}" for entry in entries)
-                print(f"  {job}: {shown}" + (f"; mean {mean['kernel_us']:.1f} us" if mean else ""), flush=True)
-            except Exception as error:
-                results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
-        pathlib.Path(out).write_text(json.dumps(results))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("kernels.json"), help="results")
@@ -247,31 +207,9 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     jobs = plan(options.families, options.batches, options.sweep)
     jobs.sort(key=lambda job: (-job.tokens, -job.batch))
-    begin, share = time.monotonic(), min(options.processes, len(jobs))
-    print(f"{len(jobs)} programs, compiled by {share} processes", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        outs = [f"{folder}/{index}.json" for index in range(share)]
-        shares = [(jobs[index::share], f"{folder}/lock", outs[index]) for index in range(share)]
-        processes = [context.Process(target=work, args=arguments) for arguments in shares]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        entries = [entry for out in outs if pathlib.Path(out).exists() for entry in json.loads(pathlib.Path(out).read_text())]
-    import jax
-
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "date": datetime.date.today().isoformat(),
-        "notes": ["us: start to start in a compiled loop; kernel_us: duration of the kernel; both on the profiler's timeline"],
-        "measurements": entries,
-    }
-    options.out.write_text(json.dumps(result, indent=1))
-    failed = [entry["error"] for entry in entries if "error" in entry]
-    print("\n".join(failed) or "all measured", f"in {time.monotonic() - begin:.0f} s")
+    entries = measure_all(jobs, program, measure, options.processes)
+    notes = ["us: start to start in a compiled loop; kernel_us: duration of the kernel; both on the profiler's timeline"]
+    write(options.out, notes, entries)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,9 @@ its copy.
 import argparse
 import collections
 import dataclasses
-import datetime
-import fcntl
-import glob
-import json
-import multiprocessing
 import os
 import pathlib
-import shlex
 import sys
-import tempfile
-import time
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.kernels import GEOMETRIES, LOOP, RECURRENCES, WINDOW, window_mean  # noqa: E402
+from benchmarks.turns import measure_all, timeline, write  # noqa: E402
 
 READOUTS = ("checkpoint", "bf16", "fp8_e4m3", "nvfp4")
 
@@ -42,6 +35,9 @@ class Job:
     readout: str
     batch: int
     tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.family} {self.readout}, batch {self.batch}, {self.tokens} tokens"
 
     @property
     def records(self) -> tuple[int, ...]:
@@ -119,27 +115,18 @@ def program(job: Job) -> tuple[Any, Any]:
     return jax.jit(run, donate_argnums=1).lower(length, state, tokens).compile(), jax.jit(make).lower().compile()
 
 
-def device_time(run: Any, *arguments: Any) -> tuple[Any, dict[str, float]]:
-    """Runs once under the profiler: the result, and the time on the device per call of the loop by kernel [us]."""
-    import jax
-
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            result = jax.block_until_ready(run(*arguments))
-        trace = glob.glob(folder + "/**/*.xplane.pb", recursive=True)[0]
-        planes = jax.profiler.ProfileData.from_file(trace).planes
-        lines = [line for plane in planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
-        durations: dict[str, list[float]] = collections.defaultdict(list)
-        for line in lines:
-            for event in line.events:
-                durations[event.name].append(event.duration_ns / 1e3)
+def per_call(events: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Time on the device per call of the loop, by kernel [us]."""
+    durations: dict[str, list[float]] = collections.defaultdict(list)
+    for name, _, duration in events:
+        durations[name].append(duration)
     # what runs once is the loop's surroundings; of the rest the median, times how often a call launches it
     each = {name: sorted(found)[len(found) // 2] * round(len(found) / LOOP) for name, found in durations.items()}
-    return result, {name: round(us, 3) for name, us in each.items() if us}
+    return {name: round(us, 3) for name, us in each.items() if us}
 
 
-def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
-    """The entries of a job."""
+def measure(job: Job, compiled: tuple[Any, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The entries of a job, a step's mean among them, and a line that says them."""
     import jax.numpy as jnp
 
     run, make = compiled
@@ -149,7 +136,8 @@ def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
     for records in job.records:
         length = jnp.full(job.batch, records, jnp.int32)
         state, _ = run(length, state, tokens)
-        (state, _), kernels = device_time(run, length, state, tokens)
+        (state, _), events = timeline(run, length, state, tokens)
+        kernels = per_call(events)
         entry: dict[str, Any] = {"family": job.family, "heads": list(heads), "dims": list(dims), "batch": job.batch}
         entry |= {"kernel": "pallas", "readout": job.readout, "what": "step" if job.tokens == 1 else "verify"}
         entry |= {"tokens": job.tokens, "records": records, "flush": records + 2 * job.tokens > WINDOW, "window": WINDOW}
@@ -157,28 +145,7 @@ def measure(job: Job, compiled: tuple[Any, Any]) -> list[dict[str, Any]]:
         entries.append(entry | {"us": us, "kernel_us": us, "kernels": kernels})
     if job.tokens == 1 and (mean := window_mean(entries)):
         entries.append(mean | {"readout": job.readout})
-    return entries
-
-
-def work(jobs: list[Job], lock_file: str, out: str) -> None:
-    """A process: compiles its jobs, then times them in turn with the others."""
-    results, compiled = [], []
-    for job in jobs:
-        try:
-            compiled.append((job, program(job)))
-        except Exception as error:
-            results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
-    for job, programs in compiled:
-        with open(lock_file, "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                results += (entries := measure(job, programs))
-                shown = " ".join(f"{entry.get('records', 'mean')}:{entry['us']:.1f}" for entry in entries)
-                print(f"  {job.family} {job.readout}, {job.tokens} tokens: {shown} us", flush=True)
-            except Exception as error:
-                results.append({"family": job.family, "error": f"{job}: {type(error).__name__}: {error}"[:400]})
-        pathlib.Path(out).write_text(json.dumps(results))
-    pathlib.Path(out).write_text(json.dumps(results))
+    return entries, " ".join(f"{entry.get('records', 'mean')}:{entry['us']:.1f}" for entry in entries) + " us"
 
 
 def main() -> None:
@@ -193,31 +160,8 @@ def main() -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     kinds = [(family, readout) for family in options.families for readout in options.readouts]
     jobs = [Job(*kind, options.batch, tokens) for tokens in sorted(options.tokens)[::-1] for kind in kinds]
-    begin, share = time.monotonic(), min(options.processes, len(jobs))
-    print(f"{len(jobs)} programs, compiled by {share} processes", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        outs = [f"{folder}/{index}.json" for index in range(share)]
-        shares = [(jobs[index::share], f"{folder}/lock", outs[index]) for index in range(share)]
-        processes = [context.Process(target=work, args=arguments) for arguments in shares]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        entries = [entry for out in outs if pathlib.Path(out).exists() for entry in json.loads(pathlib.Path(out).read_text())]
-    import jax
-
-    result = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": jax.devices()[0].device_kind,
-        "versions": {"jax": jax.__version__, "jaxlib": jax.lib.__version__},
-        "date": datetime.date.today().isoformat(),
-        "notes": ["us: time on the device of all that one step or verify launches, off the profiler's timeline"],
-        "measurements": entries,
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    failed = [entry["error"] for entry in entries if "error" in entry]
-    print("\n".join(failed) or "all measured", f"in {time.monotonic() - begin:.0f} s")
+    entries = measure_all(jobs, program, measure, options.processes)
+    write(options.out, ["us: time on the device of all that one step or verify launches, off the profiler's timeline"], entries)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from jax import lax
 
 Array = jax.Array
 
-_NOT_FINITE = 0x7F800000  # a float32's magnitude from here on is infinite or NaN
+NOT_FINITE = 0x7F800000  # a float32's magnitude from here on is infinite or NaN
 
 
 class SmallFloat(NamedTuple):
@@ -27,6 +27,14 @@ BFLOAT16 = SmallFloat(width=16, mantissa=7, bias=127, largest=0x7F7F, nan=0x7FC0
 E4M3 = SmallFloat(width=8, mantissa=3, bias=7, largest=0x7E, nan=0x7F)  # no infinities
 
 
+# Of the read-out formats, whose scales and codes kernels and jnp must choose alike. Magnitudes are bits of a float32.
+LARGEST_SCALED = (127 + 127) << 23  # 2^127: what is rounded up from there is still a float32
+LEAST_SCALE = 127 - 110  # exponent field; scale, block scale and their product stay normal numbers
+SCALE_BLOCK = 16  # columns under one block scale of nvfp4
+# e2m1 codes 0..6 end halfway to the next: the even one of two takes the tie
+E2M1_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
 def magnitude_bits(x: Array) -> Array:
     """Bits of |x|; as integers they are ordered like the magnitudes. float32 -> uint32"""
     return lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF
@@ -34,7 +42,7 @@ def magnitude_bits(x: Array) -> Array:
 
 def finite(magnitude: Array) -> Array:
     """Whether ``magnitude_bits`` are those of a finite number. uint32 -> bool"""
-    return magnitude < _NOT_FINITE
+    return magnitude < NOT_FINITE
 
 
 def round_to(x: Array, target: SmallFloat, noise: Array | None = None) -> Array:
@@ -68,6 +76,6 @@ def round_to(x: Array, target: SmallFloat, noise: Array | None = None) -> Array:
     quanta = lax.shift_right_logical(significand + up, drop)
     # a carry out of the mantissa lands in the exponent, where it belongs
     pattern = quanta + ((jnp.maximum(smallest, exponent) - smallest) << target.mantissa)
-    pattern = jnp.where(magnitude > _NOT_FINITE, target.nan, jnp.minimum(pattern, target.largest))
+    pattern = jnp.where(magnitude > NOT_FINITE, target.nan, jnp.minimum(pattern, target.largest))
     sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31) << (target.width - 1)
     return (pattern | sign).astype(np.dtype(f"uint{target.width}"))

@@ -38,18 +38,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.small_floats import BFLOAT16, E4M3, finite, magnitude_bits, round_to
+from pallas_kernels.small_floats import (
+    BFLOAT16,
+    E2M1_HALFWAY,
+    E4M3,
+    LARGEST_SCALED,
+    LEAST_SCALE,
+    SCALE_BLOCK,
+    finite,
+    magnitude_bits,
+    round_to,
+)
 from replayssm_jax.trees import register
 
 Array = jax.Array
 
 FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
-
-_BLOCK = 16
-_LEAST_EXPONENT = 127 - 110  # as a float32's exponent field; scale, block scale and their product stay normal numbers
-_LARGEST = (127 + 127) << 23  # bits of 2^127: what is rounded up from there is still a float32
-# e2m1 codes 0..6 end halfway to the next: the even one of two takes the tie
-_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @register(("payload", "scale", "block_scale"))
@@ -108,7 +112,7 @@ def decode(form: str, copy: Readout, key_dim: int) -> Array:
     if form == "fp8_e4m3":
         return _widen(copy.payload, jnp.float8_e4m3fn) * copy.scale[..., None]
     assert copy.block_scale is not None
-    nibbles = jnp.stack([copy.payload & 15, copy.payload >> 4], axis=-1).reshape(*copy.block_scale.shape, _BLOCK)
+    nibbles = jnp.stack([copy.payload & 15, copy.payload >> 4], axis=-1).reshape(*copy.block_scale.shape, SCALE_BLOCK)
     scale = _widen(copy.block_scale, jnp.float8_e4m3fn) * copy.scale[..., None, None]
     values = _e2m1(nibbles) * scale[..., None]
     return values.reshape(*copy.payload.shape[:-1], -1)[..., :key_dim]
@@ -122,14 +126,14 @@ def _encode_bf16(x: Array) -> Readout:
 def _encode_fp8(x: Array) -> Readout:
     magnitude = magnitude_bits(x)
     scale, inverse = _power_of_two_scale(jnp.max(_counted(magnitude), axis=-1), 448.0)
-    largest = _float(jnp.uint32(_LARGEST))
+    largest = _float(jnp.uint32(LARGEST_SCALED))
     codes = round_to(jnp.clip(x, -largest, largest) * inverse[..., None], E4M3)
     return Readout(payload=jnp.where(finite(magnitude), codes, E4M3.nan).astype(jnp.uint8), scale=scale)
 
 
 def _encode_nvfp4(x: Array) -> Readout:
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _BLOCK)])
-    x = x.reshape(*x.shape[:-1], -1, _BLOCK)  # [..., V, blocks, 16]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % SCALE_BLOCK)])
+    x = x.reshape(*x.shape[:-1], -1, SCALE_BLOCK)  # [..., V, blocks, 16]
     magnitude = magnitude_bits(x)
     counted = _counted(magnitude)
     largest = jnp.max(counted, axis=-1)  # [..., V, blocks]
@@ -141,7 +145,7 @@ def _encode_nvfp4(x: Array) -> Readout:
     unit = (_widen(block_scale, jnp.float8_e4m3fn) * scale[..., None, None])[..., None]
     size = _float(counted)
     # comparing with halfway points, which are exact, rounds as an exact quotient would
-    past = [size > unit * half if code % 2 == 0 else size >= unit * half for code, half in enumerate(_HALFWAY)]
+    past = [size > unit * half if code % 2 == 0 else size >= unit * half for code, half in enumerate(E2M1_HALFWAY)]
     code = jnp.sum(jnp.stack(past), axis=0, dtype=jnp.uint8)
     sign = (lax.bitcast_convert_type(x, jnp.uint32) >> 31).astype(jnp.uint8)
     nibbles = jnp.where(unit > 0, code | (sign << 3), 0)  # a unit of NaN says all there is to say
@@ -151,7 +155,7 @@ def _encode_nvfp4(x: Array) -> Readout:
 
 def _counted(magnitude: Array) -> Array:
     """Magnitudes as a scale sees them, in bits: what is not finite counts as zero, nothing as more than 2^127."""
-    return jnp.where(finite(magnitude), jnp.minimum(magnitude, _LARGEST), 0)
+    return jnp.where(finite(magnitude), jnp.minimum(magnitude, LARGEST_SCALED), 0)
 
 
 def _power_of_two_scale(magnitude: Array, largest: float) -> tuple[Array, Array]:
@@ -159,7 +163,7 @@ def _power_of_two_scale(magnitude: Array, largest: float) -> tuple[Array, Array]
     top, top_fraction = divmod(int(np.float32(largest).view(np.uint32)), 1 << 23)
     field, fraction = magnitude >> 23, magnitude & 0x7FFFFF
     exponent = field + 127 + (fraction > top_fraction)
-    exponent = jnp.maximum(exponent, top + _LEAST_EXPONENT) - top
+    exponent = jnp.maximum(exponent, top + LEAST_SCALE) - top
     scale, inverse = (_float(jnp.where(field > 0, bits << 23, 0)) for bits in (exponent, 254 - exponent))
     return scale, inverse
 

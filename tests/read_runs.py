@@ -13,11 +13,10 @@ from tests.cases import Case
 from tests.compare import relative_error, same_bits
 from tests.kernel_runs import NUM_SLOTS, make_call
 from tests.lockstep import FAST_COMPILE
-from tests.refresh_runs import encode, make_state
+from tests.refresh_runs import FOLD_ROUNDING, encode, make_state
 
 # one rounding of a result; the kernel's may go the other way than that of the backend in jnp
 OUTPUT_ROUNDING = {"float32": 0.0, "float16": 1e-3, "bfloat16": 6e-3}
-FOLD_ROUNDING = {"float32": 0.0, "float16": 6e-4, "bfloat16": 5e-3}
 
 _jit = functools.partial(jax.jit, compiler_options=FAST_COMPILE)
 _expected_verify, _expected_flush = _jit(replay_xla.verify), _jit(replay_xla.flush)

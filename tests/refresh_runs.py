@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper.refresh import refresh
-from replayssm_jax import ReplayState, readout, replay_xla
+from replayssm_jax import ReplayState, readout, replay_pallas, replay_xla
 from replayssm_jax import rows as rows_lib
 from replayssm_jax.rounding import round_checkpoint
 from tests.cases import Case
@@ -20,49 +19,18 @@ from tests.lockstep import FAST_COMPILE
 # batch rows: slots out of order, one of them padding, one row without tokens, one slot (1) that nobody names
 SLOTS = np.array([2, 9, 0, 3, 4], np.int32)
 LENGTHS = np.array([1, 1, 3, 0, 1], np.int32)
-_ROUNDING = {"float32": 0.0, "float16": 6e-4, "bfloat16": 5e-3}
+FOLD_ROUNDING = {"float32": 0.0, "float16": 6e-4, "bfloat16": 5e-3}
 
 
 def geometry_of(state: ReplayState, rows: int) -> hopper.Geometry:
-    r, policy = state.recurrence, state.policy
-    return hopper.Geometry(
-        rows=rows,
-        slots=state.num_slots,
-        tokens=1,
-        value_heads=r.num_value_heads,
-        key_heads=r.num_key_heads,
-        value_dim=r.value_dim,
-        key_dim=r.key_dim,
-        window=policy.window,
-        max_draft=policy.max_draft,
-        delta_rule=r.delta_rule,
-        channel_gate=r.gate == "channel",
-        checkpoint_dtype=policy.checkpoint_dtype,
-        record_dtype=policy.record_dtype,
-        value_dtype=policy.record_dtype,
-        raw=True,
-        readout=policy.readout,
-        rounding=policy.rounding,
-        seed=policy.seed,
-    )
+    return dataclasses.replace(replay_pallas._geometry(state, None), rows=rows)
 
 
 def run_refresh(state: ReplayState, slots, lengths, due_only: bool, interpret=None) -> ReplayState:
     """The state after one call of the kernel."""
-    b, copy = state.buffer, state.readout
-    arrays = {"checkpoint": state.checkpoint, "key": b.key, "update": b.update, "log_decay": b.log_decay}
-    arrays |= {"weight": b.weight, "factor": b.factor}
-    arrays |= {} if copy is None else {f.name: getattr(copy, f.name) for f in dataclasses.fields(copy)}
-    pool = {name: jax.new_ref(x) for name, x in arrays.items() if x is not None}
-    rows = hopper.Rows(slots, lengths, state.pointer.length, state.pointer.origin)
-    first_head = jnp.reshape(jnp.int32(0) if state.first_head is None else state.first_head, 1)
-    geometry = geometry_of(state, slots.shape[0])
-    refresh(rows, hopper.Pool(**pool), geometry, state.pointer.request, first_head, due_only, interpret)
-    after = {name: jax.freeze(ref) for name, ref in pool.items()}
-    buffer = dataclasses.replace(b, **{n: after[n] for n in ("key", "update", "log_decay", "weight", "factor") if n in after})
-    if copy is not None:
-        copy = dataclasses.replace(copy, **{n: after[n] for n in ("payload", "scale", "block_scale") if n in after})
-    return dataclasses.replace(state, checkpoint=after["checkpoint"], buffer=buffer, readout=copy)
+    rows, refs = replay_pallas._rows(state, slots, lengths), replay_pallas._refs(state)
+    replay_pallas._refresh(state, rows, refs, geometry_of(state, slots.shape[0]), due_only, interpret)
+    return replay_pallas._frozen(state, refs)
 
 
 def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> ReplayState:
@@ -140,7 +108,7 @@ def assert_refresh_is_right(
     expected = np.clip(np.where(finite, want.checkpoint, 0), -limit, limit)
     got = np.where(finite, np.asarray(after.checkpoint, np.float32), 0)
     error = relative_error(got[touched], expected[touched])
-    assert error <= tolerance + _ROUNDING[dtype] * (2 if policy.rounding == "stochastic" else 1), f"checkpoint: {error}"
+    assert error <= tolerance + FOLD_ROUNDING[dtype] * (2 if policy.rounding == "stochastic" else 1), f"checkpoint: {error}"
     assert same_bits(after.buffer, state.buffer), "a refresh wrote to the ring"
     before_and_after = ((x.checkpoint[untouched], jax.tree.map(lambda y: y[untouched], x.readout)) for x in (state, after))
     assert same_bits(*before_and_after), "a slot changed that had no part in this"

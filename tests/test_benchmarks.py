@@ -1,10 +1,11 @@
 """The benchmarks' figures and plots, without a GPU and without the published kernels."""
 
+import dataclasses
 import json
 
 import pytest
 
-from benchmarks import fetch_peers, peers, peers_timing, plots
+from benchmarks import fetch_peers, peers, peers_timing, plots, readouts, turns
 from benchmarks.peers_timing import Call, figures, percentile, window_mean
 
 SHAPES = {"gdn": ([64, 16], [128, 128]), "mamba2": ([128, 8], [64, 128]), "kda": ([32, 32], [128, 128])}
@@ -159,6 +160,40 @@ def test_the_plot_of_readouts_names_what_was_read():
     steps = [entry(readout=form, records=n, us=us) for form, us in (("checkpoint", 280.0), ("nvfp4", 90.0)) for n in (1, 14)]
     panel = plots.draw_readouts({"measurements": [*steps, entry(readout="nvfp4", records=15, flush=True, us=1e3)]}).axes[0]
     assert [text.get_text() for text in panel.texts] == ["90  NVFP4 copy", "280  float32 checkpoint"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    family: str
+    us: float
+
+
+def compile_job(job):
+    if job.us < 0:
+        raise ValueError("does not compile")
+    return 2 * job.us
+
+
+def measure_job(job, program):
+    return [{"family": job.family, "us": program}], f"{program} us"
+
+
+def test_jobs_of_several_processes_are_all_measured_and_failures_named(capfd):
+    jobs = [Job("gdn", 1.0), Job("kda", -1.0), Job("mamba2", 3.0)]
+    found = turns.measure_all(jobs, compile_job, measure_job, processes=2)
+    assert sorted(entry["us"] for entry in found if "us" in entry) == [2.0, 6.0]
+    (failure,) = (entry for entry in found if "error" in entry)
+    assert failure["family"] == "kda"
+    assert "does not compile" in failure["error"]
+    assert "Job(family='gdn', us=1.0): 2.0 us" in capfd.readouterr().out
+
+
+def test_time_per_call_leaves_out_what_runs_once():
+    events = [("replay_read", float(i), 80.0) for i in range(readouts.LOOP)] + [("copy", 0.0, 500.0)]
+    assert readouts.per_call([*events, *(("add", 0.0, 1.5) for _ in range(2 * readouts.LOOP))]) == {
+        "replay_read": 80.0,
+        "add": 3.0,
+    }
 
 
 @pytest.mark.parametrize("draw", [plots.draw_speedup, plots.draw_verify])

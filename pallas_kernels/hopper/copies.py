@@ -33,12 +33,9 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
+from pallas_kernels.small_floats import BFLOAT16, E2M1_HALFWAY, E4M3, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
 
-BLOCK = 16  # columns under one block scale
 _PACKED = 8  # codes of four bits in a word of 32
-_NOT_FINITE, _LARGEST = 0x7F800000, (127 + 127) << 23  # magnitudes as bits: infinity, and 2^127
-_E4M3_MANTISSA, _E4M3_NAN = 3, 0x7F
-_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the magnitudes of e2m1; the even code takes the tie
 # Of a vector of 8 n entries that a whole tile's layout would not fit: every quarter of a warp holds all of it.
 _EIGHTS = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
@@ -55,7 +52,7 @@ def scratch(g: Geometry) -> dict[str, Any]:
         return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
     return {
         "codes": plgpu.SMEM((TILE_ROWS, g.key_dim // 2), jnp.uint8),
-        "block_scales": plgpu.SMEM((g.key_dim // BLOCK, TILE_ROWS), jnp.uint8),
+        "block_scales": plgpu.SMEM((g.key_dim // SCALE_BLOCK, TILE_ROWS), jnp.uint8),
     }
 
 
@@ -73,7 +70,7 @@ def encode_bf16(tile: Ref, codes: Ref) -> None:
     """A tile [64, K] -> [64, K] uint16"""
 
     def one(first: Array, x: Array, carry: None) -> None:
-        patterns = jnp.where(_magnitude(x) < _NOT_FINITE, _round_to(x, "BFLOAT16"), 0x7FC0)
+        patterns = jnp.where(_magnitude(x) < NOT_FINITE, _round_to(x, BFLOAT16), BFLOAT16.nan)
         store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint16))
 
     _each_piece(tile, one, None)
@@ -87,8 +84,8 @@ def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
 
     def one(first: Array, x: Array, carry: None) -> None:
         inside = jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
-        patterns = _round_to(inside * along(inverse, x.shape, 0), "E4M3")
-        patterns = jnp.where(_magnitude(x) < _NOT_FINITE, patterns, _E4M3_NAN)
+        patterns = _round_to(inside * along(inverse, x.shape, 0), E4M3)
+        patterns = jnp.where(_magnitude(x) < NOT_FINITE, patterns, E4M3.nan)
         store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint8))
 
     _each_piece(tile, one, None)
@@ -100,9 +97,9 @@ def encode_nvfp4(tile: Ref, largest: Array, codes: Ref, block_scales: Ref) -> No
     byte = iota((TILE_ROWS, 8), 1, STATE)
 
     def one(first: Array, x: Array, carry: None) -> None:
-        for block in range(SWIZZLED // BLOCK):
-            scale_code, words = _encode_block(x[:, block * BLOCK : (block + 1) * BLOCK], scale, inverse)
-            store(block_scales.at[first // BLOCK + block], scale_code)
+        for block in range(SWIZZLED // SCALE_BLOCK):
+            scale_code, words = _encode_block(x[:, block * SCALE_BLOCK : (block + 1) * SCALE_BLOCK], scale, inverse)
+            store(block_scales.at[first // SCALE_BLOCK + block], scale_code)
             low, high = (along(word, byte.shape, 0) for word in words)
             eight = lax.shift_right_logical(jnp.where(byte < 4, low, high), (byte & 3) * 8) & 0xFF
             store(codes.at[:, pl.ds(first // 2 + 8 * block, 8)], eight.astype(jnp.uint8))
@@ -128,11 +125,11 @@ def _encode_block(x: Array, scale: Array, inverse: Array) -> tuple[Array, tuple[
     magnitude = _magnitude(x)
     counted = _counted(magnitude)
     sixth = _float(jnp.max(counted, axis=1)) * inverse * np.float32(1 / 6)
-    finite = jnp.max(magnitude, axis=1) < _NOT_FINITE
-    scale_code = jnp.where(finite, _round_to(sixth, "E4M3"), _E4M3_NAN)
+    finite = jnp.max(magnitude, axis=1) < NOT_FINITE
+    scale_code = jnp.where(finite, _round_to(sixth, E4M3), E4M3.nan)
     unit = jnp.where(finite, _e4m3(scale_code) * scale, 0.0)
     code, size = jnp.zeros(x.shape, i32), _float(counted)
-    for n, half in enumerate(_HALFWAY):  # exact, so that comparing rounds as an exact quotient would
+    for n, half in enumerate(E2M1_HALFWAY):  # exact, so that comparing rounds as an exact quotient would
         edge = along(unit * half, x.shape, 0)
         code = code + jnp.where(size > edge if n % 2 == 0 else size >= edge, 1, 0)
     sign = lax.shift_right_logical(lax.bitcast_convert_type(x, i32), 31) << 3
@@ -147,7 +144,7 @@ def power_of_two_scale(largest: Array, limit: float) -> tuple[Array, Array]:
     top, top_fraction = divmod(int(np.float32(limit).view(np.int32)), 1 << 23)
     field, fraction = largest >> 23, largest & 0x7FFFFF
     exponent = field + 127 + jnp.where(fraction > top_fraction, 1, 0)
-    exponent = jnp.maximum(exponent, top + 127 - 110) - top
+    exponent = jnp.maximum(exponent, top + LEAST_SCALE) - top
     scale, inverse = (_float(jnp.where(field > 0, bits << 23, 0)) for bits in (exponent, 254 - exponent))
     return scale, inverse
 
@@ -171,7 +168,7 @@ def _magnitude(x: Array) -> Array:
 
 
 def _counted(magnitude: Array) -> Array:
-    return jnp.where(magnitude < _NOT_FINITE, jnp.minimum(magnitude, _LARGEST), 0)
+    return jnp.where(magnitude < NOT_FINITE, jnp.minimum(magnitude, LARGEST_SCALED), 0)
 
 
 def _float(bits: Array) -> Array:
@@ -181,7 +178,7 @@ def _float(bits: Array) -> Array:
 def _e4m3(pattern: Array) -> Array:
     """Numbers of patterns that are neither negative nor NaN. int32 -> float32"""
     small = (pattern & 7).astype(f32) * math.ldexp(1.0, -9)
-    return jnp.where(pattern < 1 << _E4M3_MANTISSA, small, _float((pattern << 20) + ((127 - 7) << 23)))
+    return jnp.where(pattern < 1 << E4M3.mantissa, small, _float((pattern << 20) + ((127 - E4M3.bias) << 23)))
 
 
 def request_streams(g: Geometry, request: Array) -> Array:
@@ -197,6 +194,6 @@ def round_by_chance(x: Array, g: Geometry, stream: Array, position: Array, head:
     return chance.round_by_chance(x, g.checkpoint_dtype, noise)
 
 
-def _round_to(x: Array, target: str, noise: Array | None = None) -> Array:
+def _round_to(x: Array, target: small_floats.SmallFloat) -> Array:
     """``small_floats.round_to``, as int32."""
-    return small_floats.round_to(x, getattr(small_floats, target), noise).astype(i32)
+    return small_floats.round_to(x, target).astype(i32)

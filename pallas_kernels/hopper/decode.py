@@ -38,17 +38,11 @@ _FIELDS = {
     ("fp8_e4m3", 64): ("t1 t0 w1 w0 j e", "w1 w0 j t1 t0 e"),
 }
 _LANE_BITS = 5
-_CODES = {"nvfp4": 8, "fp8_e4m3": 4}  # in a word
 
 
-def words_shape(form: str, key_dim: int) -> tuple[int, int]:
-    """A tile's codes as words of 32 bits."""
-    return TILE_ROWS, key_dim // _CODES[form]
-
-
-def words_layout(form: str, key_dim: int) -> Any:
-    """[64, words]: rows as in ``STATE``, neighbouring words in a lane."""
-    return plgpu.Layout.WGMMA if words_shape(form, key_dim)[1] == 8 else plgpu.Layout.WGMMA_8BIT
+def words_layout(words: int) -> Any:
+    """A tile's codes as words of 32 bits, [64, words]: rows as in ``STATE``, neighbouring words in a lane."""
+    return plgpu.Layout.WGMMA if words == 8 else plgpu.Layout.WGMMA_8BIT
 
 
 def block_scales_layout(key_dim: int) -> Any:
@@ -189,7 +183,7 @@ def decode_nvfp4(words: Array, scales: Array, interpret: Interpret) -> Array:
 def _decode(words: Array, scales: Array | None, key_dim: int, pairs: Callable[[Any, Any], list[Any]]) -> Array:
     """Each word as pairs of float16, in the tensor cores' registers."""
     shape, result = (TILE_ROWS, key_dim), STATE
-    layouts = [plgpu.Layout.WGMMA if words.shape[1] == 8 else plgpu.Layout.WGMMA_8BIT]
+    layouts = [words_layout(words.shape[1])]
     if scales is not None:
         layouts.append(block_scales_layout(key_dim))
 

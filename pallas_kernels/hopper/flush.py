@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import folding, records
-from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.tiles import (
     Geometry,
     Interpret,
@@ -32,8 +32,6 @@ from pallas_kernels.hopper.tiles import (
 from pallas_kernels.hopper.tiles import (
     decays as channel_decays,
 )
-
-_CHUNK = 8  # ring rows that are copied together
 
 
 def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = None) -> None:
@@ -67,7 +65,7 @@ def _scratch(g: Geometry) -> dict[str, Any]:
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
         **with_terms("updates", g.window, g.update_dtype),
         "factors": plgpu.SMEM((3, 32), f32),  # what is left of each record, the records' weights, what is left of the tile
-        "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, _CHUNK)),
+        "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, RING_CHUNK)),
     }
     if g.channel_gate:
         return scratch | channel_decays(g) | {"total": plgpu.SMEM((g.key_dim,), f32)}
@@ -107,9 +105,9 @@ def _flush_tile(
         elapsed = decays if since is None else since
         ring = Ring(keys, decayed or [keys], updates, decays, elapsed, weight, start, count, g.window)
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
-        records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, arrived, interpret)
-        records.request_decays(pool, slot, h, ring, g, _CHUNK, arrived, interpret)
-        records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, _CHUNK, arrived, interpret)
+        records.request_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, arrived, interpret)
+        records.request_decays(pool, slot, h, ring, g, RING_CHUNK, arrived, interpret)
+        records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, RING_CHUNK, arrived, interpret)
         plgpu.barrier_wait(arrived)
         if g.channel_gate:
             left = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))

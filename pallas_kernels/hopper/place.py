@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, records
 from pallas_kernels.hopper.readers import DRAFTS, SOURCES
-from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
     Array,
@@ -31,7 +31,6 @@ from pallas_kernels.hopper.tiles import (
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
-RING_CHUNK = 8  # ring rows that are copied together
 COPY_SCALES = 32  # where in the last row of "numbers" the scales of nvfp4 begin
 
 

@@ -262,4 +262,5 @@ class _Reader(Place):
     def codes(self, stage: Array, values: Any) -> Array:
         if self.interpret is not None:
             return self.s["tile"].at[stage, values][...]
-        return load(self.s["words"].at[stage, values], decode.words_layout(self.g.readout, self.g.key_dim))
+        words = self.s["words"]
+        return load(words.at[stage, values], decode.words_layout(words.shape[-1]))

@@ -41,6 +41,8 @@ from pallas_kernels.hopper.tiles import (
     store,
 )
 
+RING_CHUNK = 8  # ring rows that are copied together, where nothing else is known to be better
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:

@@ -8,7 +8,6 @@ blocks: few rows keep the whole GPU busy, and none cost the start of the blocks.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import copies, records
-from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
@@ -37,6 +36,7 @@ from pallas_kernels.hopper.tiles import (
     f32,
     i32,
     iota,
+    kilobytes,
     load,
     named,
     one_of,
@@ -45,8 +45,8 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
+from pallas_kernels.small_floats import SCALE_BLOCK
 
-_CHUNK = 8  # ring rows that are copied together
 _SHARED_KB, _THIRD_KB = 227, 75  # of a multiprocessor, for one block and for each of three, which registers allow at best
 # Few enough that starting them for nothing costs little; one, two or three at a time on each of 132 multiprocessors.
 _BLOCKS = 6 * 132
@@ -141,7 +141,7 @@ class _Call:
 def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
     """Shared memory of a block, for ``held`` tiles at a time."""
     held = _held(g) if held is None else held
-    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // _CHUNK
+    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // RING_CHUNK
     update_copies = chunks if g.tile_rows == TILE_ROWS else g.window
     updates = plgpu.SMEM((held, g.window, TILE_ROWS), g.update_dtype)
     keys = plgpu.SMEM((g.window, g.key_dim), g.record_dtype)
@@ -168,10 +168,8 @@ def _held(g: Geometry) -> int:
 
 
 def _shared_kb(g: Geometry, held: int | None = None) -> int:
-    """Shared memory of a block in KB: every buffer is padded to one; one more holds barriers, one a reduction."""
-    buffers = [x for x in _scratch(g, held).values() if hasattr(x, "dtype")]
-    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers]
-    return 1 + (g.readout == "nvfp4") + sum(-(-size // 1024) for size in sizes)
+    """Shared memory of a block in KB."""
+    return kilobytes(_scratch(g, held), reductions=g.readout == "nvfp4")
 
 
 def _refresh_head(
@@ -200,13 +198,13 @@ def _refresh_head(
         arrived, own = tile_arrived.at[i], pl.ds(t * g.tile_rows, g.tile_rows)
         plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, own], tiles.at[i, pl.ds(0, g.tile_rows)], arrived)
         target = dataclasses.replace(ring, update=updates.at[i])
-        records.request_updates(pool, slot, h, t * g.tile_rows, target, g, _CHUNK, arrived, interpret)
+        records.request_updates(pool, slot, h, t * g.tile_rows, target, g, RING_CHUNK, arrived, interpret)
 
     if held == g.tiles:
         for t in range(held):
             request_tile(t, t)
-    records.request_keys(pool, slot, h // g.group_size, ring, _CHUNK, head_arrived, interpret)
-    records.request_decays(pool, slot, h, ring, g, _CHUNK, head_arrived, interpret)
+    records.request_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, head_arrived, interpret)
+    records.request_decays(pool, slot, h, ring, g, RING_CHUNK, head_arrived, interpret)
     if pool.factor is not None:
         plgpu.copy_gmem_to_smem(pool.factor.at[slot, h // g.group_size], factors, head_arrived)
     plgpu.barrier_wait(head_arrived)
@@ -315,7 +313,7 @@ def _copy_nvfp4(
         plgpu.commit_smem()
         values = pl.ds(t * g.tile_rows, g.tile_rows)
         _store_codes(call, codes, slot, h, values)
-        for block in range(g.key_dim // copies.BLOCK):
+        for block in range(g.key_dim // SCALE_BLOCK):
             copies.store_rows(block_scales.at[block], pool_blocks.at[slot, h, values, block])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         barrier()

@@ -1,17 +1,11 @@
 """What the kernels can serve, said before a compiler has to."""
 
-import math
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-
 from pallas_kernels.hopper import launch
 from pallas_kernels.hopper.place import best_read_config
 from pallas_kernels.hopper.place import scratch_of as read_scratch
 from pallas_kernels.hopper.refresh import refresh_unsupported
 from pallas_kernels.hopper.step import scratch as step_scratch
-from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry
+from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry, kilobytes
 from pallas_kernels.hopper.verify import scratch as verify_scratch
 
 _SHARED_KB = 227  # of a Hopper multiprocessor, for one block
@@ -49,7 +43,7 @@ def _unsupported_read(g: Geometry) -> str | None:
 
 
 def shared_kb(geometry: Geometry) -> int:
-    """Shared memory of a step, verify or read in KB: every buffer is padded to one, one more holds barriers and the like."""
+    """Shared memory of a step, verify or read in KB."""
     g = geometry
     config = launch.best_config(g)
     if g.folds_apart:
@@ -57,10 +51,4 @@ def shared_kb(geometry: Geometry) -> int:
     else:
         own = step_scratch(g) if g.tokens == 1 else verify_scratch(g, config)
         every = launch.common_scratch(g, config) | own
-    buffers: list[Any] = [x for x in jax.tree.leaves(every, is_leaf=_is_buffer) if _is_buffer(x)]
-    reductions = g.folds_apart  # to a scalar: their scratch is padded too
-    return 1 + reductions + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
-
-
-def _is_buffer(x: Any) -> bool:
-    return hasattr(x, "shape") and hasattr(x, "dtype")
+    return kilobytes(every, reductions=g.folds_apart)

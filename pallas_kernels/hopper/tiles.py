@@ -7,6 +7,7 @@ Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -175,6 +176,16 @@ def named(scratch: dict[str, Any]) -> dict[str, Any]:
 
 def _pairs(names: str, refs: Any) -> Any:
     return zip(names.split("|"), refs, strict=True) if "|" in names else [(names, refs)]
+
+
+def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
+    """Shared memory: every buffer is padded to a KB, one more holds barriers and the like, one what reduces to a scalar."""
+
+    def is_buffer(x: Any) -> bool:
+        return hasattr(x, "shape") and hasattr(x, "dtype")
+
+    buffers: list[Any] = [x for x in jax.tree.leaves(scratch, is_leaf=is_buffer) if is_buffer(x)]
+    return 1 + reductions + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
 
 
 def decays(g: Geometry) -> dict[str, Any]:
