@@ -1,8 +1,9 @@
 """Times steps that read a copy of the checkpoint in fewer bytes against ones that read the float32 checkpoint, on a Hopper GPU.
 
-    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,bf16,fp8_e4m3,nvfp4]
+    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,raw,bf16,fp8_e4m3,nvfp4]
         [--batch 256] [--tokens 1]
 
+"raw" reads the checkpoint too, but with raw records as the copies have them: what a copy gains and what they cost come apart.
 float32 checkpoint, bfloat16 activations, window 16, the GPU backend as ``step`` and ``verify`` call it. Every measurement is a
 compiled loop on a donated state at a fixed number of records, read off the profiler's timeline: ``us`` is the time on the
 device of all that a step launches, per step. With 15 records (one draft) every row is due: it folds, writes its checkpoint and
@@ -24,7 +25,8 @@ if __name__ == "__main__":
 from benchmarks.kernels import GEOMETRIES, LOOP, RECURRENCES, WINDOW, window_mean  # noqa: E402
 from benchmarks.turns import measure_all, timeline, write  # noqa: E402
 
-READOUTS = ("checkpoint", "bf16", "fp8_e4m3", "nvfp4")
+# what ordinary steps read: the float32 checkpoint, with records of updates or raw ones; or a copy of it, with raw records
+READOUTS = ("checkpoint", "raw", "bf16", "fp8_e4m3", "nvfp4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,8 @@ def program(job: Job) -> tuple[Any, Any]:
         delta_rule=delta_rule,
         gate="channel" if channel_gate else "head",
     )
-    policy = rs.ReplayPolicy(window=WINDOW, max_draft=job.tokens, record_dtype="bfloat16", readout=job.readout)
+    read = {"records": "raw"} if job.readout == "raw" else {"readout": job.readout}
+    policy = rs.ReplayPolicy(window=WINDOW, max_draft=job.tokens, record_dtype="bfloat16", **read)
     decay = (heads, key_dim) if channel_gate else (heads,)
     lead = (job.batch, job.tokens)
 
@@ -88,7 +91,7 @@ def program(job: Job) -> tuple[Any, Any]:
             log_decay=uniform(ring.log_decay.shape, -0.3, 0.0),
             factor=None if ring.factor is None else jnp.ones_like(ring.factor),
         )
-        copy = None if job.readout == "checkpoint" else encode(job.readout, checkpoint)
+        copy = None if state.readout is None else encode(job.readout, checkpoint)
         tokens = rs.Tokens(
             q=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),
             k=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),
