@@ -67,7 +67,7 @@ def program(job: Job) -> tuple[Any, Any]:
         delta_rule=delta_rule,
         gate="channel" if channel_gate else "head",
     )
-    read = {"records": "raw"} if job.readout == "raw" else {"readout": job.readout}
+    read: dict[str, Any] = {"records": "raw"} if job.readout == "raw" else {"readout": job.readout}
     policy = rs.ReplayPolicy(window=WINDOW, max_draft=job.tokens, record_dtype="bfloat16", **read)
     decay = (heads, key_dim) if channel_gate else (heads,)
     lead = (job.batch, job.tokens)

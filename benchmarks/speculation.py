@@ -12,11 +12,9 @@ fold every sequence's ring several times, so that flushes are in the mean. Time 
 
 import argparse
 import dataclasses
-import datetime
 import functools
-import json
+import os
 import pathlib
-import shlex
 import statistics
 import sys
 import time
@@ -30,6 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
+from benchmarks.turns import measure_all, write  # noqa: E402
 from replayssm_jax import Recurrence, ReplayPolicy, Tokens, commit, init_state, verify  # noqa: E402
 from replayssm_jax.recurrence import recurrent_token  # noqa: E402
 
@@ -97,72 +96,96 @@ def snapshot_rounds(state: Array, recurrence: Recurrence, count: int, rounds: in
     return lax.fori_loop(0, rounds, one, (state, out))
 
 
-def time_rounds(run: Any, make: Any, *static: Any) -> tuple[float, Any]:
-    """Milliseconds per round, the median of several loops, and the outputs of the last round."""
-    state, out = run(make(), *static)
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A layer, and the drafts of its rounds."""
+
+    family: str
+    batch: int
+    drafts: int
+    window: int
+    tiny: bool
+
+    def __str__(self) -> str:
+        return f"{self.family}, batch {self.batch}, {self.drafts} drafts"
+
+    @property
+    def recurrence(self) -> Recurrence:
+        recurrence = FAMILIES[self.family]
+        heads: dict[str, Any] = {"num_value_heads": 4, "num_key_heads": 4 if recurrence.gate == "channel" else 2}
+        return dataclasses.replace(recurrence, **heads) if self.tiny else recurrence
+
+    def start(self) -> tuple[Any, Array]:
+        """States of both ways."""
+        r, count = self.recurrence, self.drafts + 1
+        window = max(self.window, 16 * -(-2 * count // 16))  # the GPU kernels take 16 and 32
+        policy = ReplayPolicy(window=window, max_draft=count, record_dtype="bfloat16")
+        return init_state(r, policy, self.batch), jnp.zeros((self.batch, r.num_value_heads, r.value_dim, r.key_dim))
+
+
+def program(job: Job) -> tuple[Any, Any]:
+    """The compiled rounds of both ways, (state) -> (state, outputs)."""
+    static = job.recurrence, job.drafts + 1, ROUNDS
+    runs = zip((replay_rounds, snapshot_rounds), jax.eval_shape(job.start), strict=True)
+    compiled = tuple(run.lower(state, *static).compile() for run, state in runs)
+    return compiled[0], compiled[1]
+
+
+def time_rounds(run: Any, state: Any) -> tuple[float, Array]:
+    """Milliseconds per round, the median of several loops, and the outputs of the first loop's last round."""
+    state, out = run(state)
     samples = []
     for _ in range(REPEATS):
         started = time.perf_counter()
-        state, _ = jax.block_until_ready(run(state, *static))
-        samples.append((time.perf_counter() - started) / static[-1] * 1e3)
+        state, _ = jax.block_until_ready(run(state))
+        samples.append((time.perf_counter() - started) / ROUNDS * 1e3)
     return statistics.median(samples), out
 
 
-def measure(family: str, recurrence: Recurrence, batch: int, drafts: int, window: int) -> dict[str, Any]:
-    count = drafts + 1
-    policy = ReplayPolicy(window=window, max_draft=count, record_dtype="bfloat16")
-    shape = (batch, recurrence.num_value_heads, recurrence.value_dim, recurrence.key_dim)
-    replay, out = time_rounds(replay_rounds, lambda: init_state(recurrence, policy, batch), recurrence, count, ROUNDS)
-    snapshot, expected = time_rounds(snapshot_rounds, lambda: jnp.zeros(shape), recurrence, count, ROUNDS)
+def measure(job: Job, compiled: tuple[Any, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The entry of a job, and a line that says it."""
+    pool, state = job.start()
+    state_bytes, ring_bytes = state.nbytes, sum(x.nbytes for x in jax.tree.leaves(pool.buffer))
+    window = pool.policy.window
+    replay, out = time_rounds(compiled[0], pool)
+    snapshot, expected = time_rounds(compiled[1], state)
     out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
     error = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
-    state = batch * shape[1] * shape[2] * shape[3] * 4
-    pool = jax.eval_shape(lambda: init_state(recurrence, policy, batch))
-    ring = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool.buffer))
-    return {
-        "family": family,
-        "batch": batch,
-        "drafts": drafts,
+    entry = {
+        "family": job.family,
+        "batch": job.batch,
+        "drafts": job.drafts,
         "window": window,
+        "rounds": ROUNDS,
         "replay_ms": round(replay, 4),
         "snapshot_ms": round(snapshot, 4),
         "speed_up": round(snapshot / replay, 2),
         "relative_difference": error,
         "passed": error < TOLERANCE,
-        "replay_bytes": state + ring,
-        "snapshot_bytes": state * (1 + count),
+        "replay_bytes": state_bytes + ring_bytes,
+        "snapshot_bytes": state_bytes * (2 + job.drafts),
     }
+    return [entry], f"{replay:.3f} ms, with snapshots {snapshot:.3f} ms, difference {error:.1e}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--families", default=",".join(FAMILIES))
-    parser.add_argument("--drafts", default="4")
-    parser.add_argument("--window", type=int, default=16)
+    parser.add_argument("--families", type=lambda text: text.split(","), default=list(FAMILIES))
+    parser.add_argument("--drafts", type=lambda text: [int(n) for n in text.split(",")], default=[4])
+    parser.add_argument("--window", type=int, default=16, help="at least; two verifies fit it")
     parser.add_argument("--tiny", action="store_true", help="few small heads and sequences, for a CPU")
+    parser.add_argument("--processes", type=int, default=6)
     options = parser.parse_args()
-    results = []
-    for family in options.families.split(","):
-        recurrence, batch = FAMILIES[family], options.batch
-        if options.tiny:
-            heads: dict[str, Any] = {"num_value_heads": 4, "num_key_heads": 4 if recurrence.gate == "channel" else 2}
-            recurrence, batch = dataclasses.replace(recurrence, **heads), min(batch, 4)
-        for drafts in map(int, options.drafts.split(",")):
-            window = max(options.window, 2 * (drafts + 1))
-            results.append(measure(family, recurrence, batch, drafts, window))
-            print(json.dumps(results[-1]), flush=True)
-            report = {
-                "command": shlex.join(["python", *sys.argv]),
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-                "date": datetime.date.today().isoformat(),
-                "rounds": ROUNDS,
-                "results": results,
-            }
-            options.out.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if all(result["passed"] for result in results) else 1
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    batch = min(options.batch, 4) if options.tiny else options.batch
+    jobs = [
+        Job(name, batch, drafts, options.window, options.tiny) for drafts in options.drafts[::-1] for name in options.families
+    ]
+    entries = measure_all(jobs, program, measure, options.processes, apart=True)
+    write(options.out, ["wall clock of a round, verify and commit, tokens and what is kept drawn on the device in it"], entries)
+    return 0 if all(entry.get("passed") for entry in entries) else 1
 
 
 if __name__ == "__main__":

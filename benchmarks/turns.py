@@ -31,7 +31,11 @@ def timeline(run: Any, *arguments: Any) -> tuple[Any, list[tuple[str, float, flo
 
 
 def measure_all(
-    jobs: list[Any], program: Callable[[Any], Any], measure: Callable[[Any, Any], tuple[list[Entry], str]], processes: int
+    jobs: list[Any],
+    program: Callable[[Any], Any],
+    measure: Callable[[Any, Any], tuple[list[Entry], str]],
+    processes: int,
+    apart: bool = False,
 ) -> list[Entry]:
     """The entries of all jobs; of one that failed an entry with its "family" and the "error".
 
@@ -40,14 +44,16 @@ def measure_all(
         program: compiles a job; a function of a module, as ``measure`` is.
         measure: of a job and what ``program`` made of it, the entries and a line that says them.
         processes: that compile at once.
+        apart: whether nothing is timed before all are compiled: for wall clock, and where ``program`` runs on the GPU.
     """
     begin, share = time.monotonic(), min(processes, len(jobs))
     print(f"{len(jobs)} programs, compiled by {share} processes", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         outs = [pathlib.Path(folder) / f"{index}.json" for index in range(share)]
-        shares = [(jobs[index::share], program, measure, f"{folder}/lock", outs[index]) for index in range(share)]
-        started = [context.Process(target=_work, args=arguments) for arguments in shares]
+        all_compiled = context.Barrier(share) if apart else None
+        common = program, measure, f"{folder}/lock", all_compiled
+        started = [context.Process(target=_work, args=(jobs[i::share], outs[i], *common)) for i in range(share)]
         for process in started:
             process.start()
         for process in started:
@@ -58,7 +64,7 @@ def measure_all(
     return entries
 
 
-def _work(jobs: list[Any], program: Any, measure: Any, lock_file: str, out: pathlib.Path) -> None:
+def _work(jobs: list[Any], out: pathlib.Path, program: Any, measure: Any, lock_file: str, all_compiled: Any) -> None:
     """A process: compiles its jobs, then times them in turn with the others."""
     results: list[Entry] = []
     compiled = []
@@ -72,6 +78,8 @@ def _work(jobs: list[Any], program: Any, measure: Any, lock_file: str, out: path
         except Exception as error:
             results.append(failed(job, error))
     out.write_text(json.dumps(results))
+    if all_compiled is not None:
+        all_compiled.wait()
     for job, programs in compiled:
         with open(lock_file, "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
