@@ -35,6 +35,16 @@ SCALE_BLOCK = 16  # columns under one block scale of nvfp4
 E2M1_HALFWAY = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+def upper_half(bits: Array) -> Array:
+    """A float32's bits without the lower 16, as the nearest bfloat16's: what is above them, one more from the middle on."""
+    return (bits + 0x8000) >> 16 & 0xFFFF
+
+
+def join_halves(upper: Array, lower: Array) -> Array:
+    """A float32's bits from ``upper_half`` and the lower 16. Integers of 32 bits, as is the result."""
+    return (upper - (lower >> 15)) << 16 | lower
+
+
 def magnitude_bits(x: Array) -> Array:
     """Bits of |x|; as integers they are ordered like the magnitudes. float32 -> uint32"""
     return lax.bitcast_convert_type(x, jnp.uint32) & 0x7FFFFFFF

@@ -24,7 +24,7 @@ def check_state(state: ReplayState) -> None:
     if state.checkpoint.ndim != 4:
         raise ValueError(f"state.checkpoint must be [N, H, V, K], got shape {state.checkpoint.shape}")
     slots = state.checkpoint.shape[0]
-    _check_array("state.checkpoint", state.checkpoint, (slots, *recurrence.state_dims), (policy.checkpoint_dtype.name,))
+    _check_array("state.checkpoint", state.checkpoint, (slots, *recurrence.state_dims), (policy.stored_dtype.name,))
     pointer = state.pointer
     for name in ("length", "origin", "request"):
         _check_array(f"state.pointer.{name}", getattr(pointer, name), (slots,), ("int32",))

@@ -34,7 +34,7 @@ from replayssm_jax.models.config import check_model_type
 from replayssm_jax.models.moe import Experts
 from replayssm_jax.models.weights import read_config
 from replayssm_jax.policy import ReplayPolicy
-from replayssm_jax.readout import FORMATS
+from replayssm_jax.readout import FORMATS, PLANE
 from replayssm_jax.state import num_bytes
 
 
@@ -70,6 +70,7 @@ class Plan:
         recurrent_layers: how many.
         checkpoint: of all recurrent layers.
         readout: their read-out copies, 0 without.
+        read: of either, what an ordinary step reads.
         record: one token's records of all recurrent layers.
         conv: convolution histories.
         kv_per_token: attention caches.
@@ -83,6 +84,7 @@ class Plan:
     recurrent_layers: int
     checkpoint: int
     readout: int
+    read: int
     record: int
     conv: int
     kv_per_token: int
@@ -109,9 +111,10 @@ class Plan:
         between = self.window - 2 * self.max_draft + 1  # least accepted tokens from one flush to the next
         steps = max(1.0, between / accepted)
         live = (between - 1) / 2
-        flush = self.checkpoint / steps  # written; with a copy, which all other steps read, read as well
-        state = self.readout + 2 * flush if self.readout else self.checkpoint + flush
-        return state + self.record * (live + tokens)
+        flush = self.checkpoint + self.readout  # written
+        if self.read < self.checkpoint:  # which a flush reads as well
+            flush += self.checkpoint
+        return self.read + flush / steps + self.record * (live + tokens)
 
 
 def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bfloat16", readout: str = "checkpoint") -> Plan:
@@ -134,6 +137,10 @@ def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bf
     model: Decoder = nnx.eval_shape(lambda: cls(cls.read_config(config), dtype=dtype, rngs=nnx.Rngs(0)))
     cache = jax.eval_shape(lambda: model.init_cache(1, 1, policy))
     mixers = [layer for layer in cache.layers if isinstance(layer, MixerCache)]
+    checkpoint, copy = (sum(num_bytes(getattr(mixer, name)) for mixer in mixers) for name in ("checkpoint", "readout"))
+    read = checkpoint if readout == "checkpoint" else copy
+    if readout == PLANE:  # a part of it
+        checkpoint, copy = checkpoint + copy, 0
     mixtures = [module for _, module in nnx.iter_graph(model) if isinstance(module, Experts)]
     sparse = next((module for _, module in nnx.iter_graph(model) if hasattr(module, "experts")), None)
     return Plan(
@@ -142,8 +149,9 @@ def make_plan(config: dict[str, Any], window: int, drafts: int, dtype: str = "bf
         experts_per_token=0 if sparse is None else _experts_per_token(sparse),
         num_experts=mixtures[0].num_experts if mixtures else 0,
         recurrent_layers=len(mixers),
-        checkpoint=sum(num_bytes(mixer.checkpoint) for mixer in mixers),
-        readout=sum(num_bytes(mixer.readout) for mixer in mixers),
+        checkpoint=checkpoint,
+        readout=copy,
+        read=read,
         record=sum(num_bytes(mixer.buffer) for mixer in mixers) // window,
         conv=sum(num_bytes(mixer.conv) for mixer in mixers),
         kv_per_token=sum(num_bytes(layer) for layer in cache.layers if isinstance(layer, AttentionCache)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from replayssm_jax.readout import FORMATS
+from replayssm_jax.readout import FORMATS, PLANE
 from replayssm_jax.trees import check_positive_int
 
 _FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -29,8 +29,9 @@ class ReplayPolicy:
         record_dtype: dtype of recorded raw inputs (keys; values unless updates are recorded). Must hold the activations
             exactly: bfloat16 for bfloat16 activations. What is not a raw input is recorded in float32 whatever this says.
         readout: what ordinary reads use: the "checkpoint", or a copy of it in "bf16", "fp8_e4m3" or "nvfp4" (see
-            ``readout``) that every fold refreshes. The copy's rounding touches outputs and nothing else: the checkpoint
-            is the same, bit for bit, as with ``readout="checkpoint", records="raw"``.
+            ``readout``) that every fold refreshes, or with "bf16_plane" the upper halves of a float32 checkpoint's numbers,
+            which are kept apart from the lower ones and cost no memory. Its rounding touches outputs and nothing else: the
+            checkpoint is the same, bit for bit, as with ``readout="checkpoint", records="raw"``.
         records: what a ring keeps of a value with the delta rule. "update" is u, in float32, computed once; "raw" is v and
             beta as they came, from which each read and each fold derives u for itself, so that no u of a rounded read is
             ever folded. None takes what ``readout`` needs: "update" for the checkpoint, "raw" for a copy. Without the delta
@@ -71,8 +72,18 @@ class ReplayPolicy:
             raise ValueError(
                 "rounding='stochastic' rounds checkpoints of float16 or bfloat16, checkpoint_dtype=float32 is never rounded"
             )
+        if self.readout == PLANE and self.checkpoint_dtype != jnp.float32:
+            raise ValueError(
+                f"readout={PLANE!r} is half of a float32 checkpoint, got checkpoint_dtype={self.checkpoint_dtype.name}; "
+                f"readout='bf16' copies any"
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must be an int from 0 to 2**32 - 1, got {self.seed!r}")
+
+    @property
+    def stored_dtype(self) -> Any:
+        """Of a state's checkpoint array: ``checkpoint_dtype``, or uint16 for what a "bf16_plane" leaves of it."""
+        return jnp.dtype("uint16") if self.readout == PLANE else self.checkpoint_dtype
 
     @property
     def records_updates(self) -> bool:

@@ -72,7 +72,7 @@ def _prefill_chunks(
 ) -> tuple[ReplayState, Array]:
     rows = rows_lib.locate(state.pointer, slots, lengths, tokens.q.shape[1])
     past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
-    present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
+    present = fold(state.recurrence, rows_lib.take_checkpoint(state, rows), past)
     tokens = rows_lib.live_tokens(tokens, rows.live)
     present, out = chunked(state.recurrence, present, tokens, chunk_size)
     out = jnp.where(rows.live[..., None, None], out, 0).astype(tokens.v.dtype)

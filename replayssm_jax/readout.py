@@ -11,6 +11,9 @@ rounding to nearest, ties to the even pattern, saturating at the format's larges
                value[v, k] = float8_e4m3fn(payload[v, k]) * scale[v]
                scale[v]   = least 2^e with max_k |x[v, k]| <= 448 * 2^e
                payload    = rne(x / scale)
+    bf16_plane payload [..., V, K] uint16, and of the checkpoint only what is not in it is kept, also [..., V, K] uint16:
+               payload    = (bits(x) + 2^15) >> 16 mod 2^16, so bfloat16(payload) is x rounded to nearest, ties away from zero
+               checkpoint = bits(x) mod 2^16, so bits(x) = (payload - (checkpoint >> 15)) * 2^16 + checkpoint mod 2^32
     nvfp4      payload [..., V, ceil(K / 16) * 8] uint8, block_scale [..., V, ceil(K / 16)] uint8, scale [...] float32
                value[v, k] = e2m1(payload[v, k // 2] >> 4 * (k % 2) & 15) * float8_e4m3fn(block_scale[v, k // 16]) * scale
                scale       = least 2^e with max_vk |x[v, k]| <= 6 * 448 * 2^e
@@ -22,7 +25,11 @@ Key dims that are no multiple of 16 are padded with zeros, which no scale notice
 
 - zero encodes to zero bytes; -0 keeps its sign, but for a block of nvfp4 with a scale of 0, whose codes are all 0;
 - no e is below -110, and magnitudes above 2^127 are taken as 2^127; a maximum below 2^-126 is taken as 0;
-- a number that is not finite enters no scale and reads as NaN: by itself in bf16 and fp8_e4m3, with its block of 16 in nvfp4.
+- a number that is not finite enters no scale and reads as NaN: by itself in bf16 and fp8_e4m3, with its block of 16 in nvfp4;
+  in a bf16_plane it reads as it is.
+
+A bf16_plane is no copy: together with the rest it is the float32 checkpoint, bit for bit (a NaN becomes bits 0x7FC00000), in no
+more memory than that. Finite numbers that round past bfloat16's largest read as infinite in it; a copy in bf16 saturates.
 
 Scales belong to one slot and head (nvfp4) or row of it (fp8_e4m3): no slot, padding or dead record enters another's.
 Source: OCP 8-bit floating point and OCP microscaling formats (e4m3, e2m1); NVFP4's blocks of 16 under two scales.
@@ -46,14 +53,17 @@ from pallas_kernels.small_floats import (
     LEAST_SCALE,
     SCALE_BLOCK,
     finite,
+    join_halves,
     magnitude_bits,
     round_to,
+    upper_half,
 )
 from replayssm_jax.trees import register
 
 Array = jax.Array
 
-FORMATS = ("bf16", "fp8_e4m3", "nvfp4")
+PLANE = "bf16_plane"
+FORMATS = ("bf16", PLANE, "fp8_e4m3", "nvfp4")
 
 
 @register(("payload", "scale", "block_scale"))
@@ -64,7 +74,7 @@ class Readout:
     Attributes:
         payload: one code per value; nvfp4 packs two into a byte.
             [N, H, V, K] uint16 or uint8, or [N, H, V, ceil(K / 16) * 8] uint8
-        scale: None for bf16. [N, H, V] or [N, H] float32
+        scale: None for bf16 and bf16_plane. [N, H, V] or [N, H] float32
         block_scale: nvfp4 only. [N, H, V, ceil(K / 16)] uint8
     """
 
@@ -88,7 +98,7 @@ def encode(form: str, x: Array) -> Readout:
     """
     _check_format(form)
     x = x.astype(jnp.float32)
-    return {"bf16": _encode_bf16, "fp8_e4m3": _encode_fp8, "nvfp4": _encode_nvfp4}[form](x)
+    return {"bf16": _encode_bf16, PLANE: _encode_plane, "fp8_e4m3": _encode_fp8, "nvfp4": _encode_nvfp4}[form](x)
 
 
 def decode(form: str, copy: Readout, key_dim: int) -> Array:
@@ -106,7 +116,7 @@ def decode(form: str, copy: Readout, key_dim: int) -> Array:
         ValueError: no format has this name.
     """
     _check_format(form)
-    if form == "bf16":
+    if form in ("bf16", PLANE):
         return _widen(copy.payload, jnp.bfloat16)
     assert copy.scale is not None
     if form == "fp8_e4m3":
@@ -121,6 +131,25 @@ def decode(form: str, copy: Readout, key_dim: int) -> Array:
 def _encode_bf16(x: Array) -> Readout:
     codes = jnp.where(finite(magnitude_bits(x)), round_to(x, BFLOAT16), BFLOAT16.nan)
     return Readout(payload=codes.astype(jnp.uint16))
+
+
+def _encode_plane(x: Array) -> Readout:
+    return Readout(payload=upper_half(_bits(x)).astype(jnp.uint16))
+
+
+def lower_plane(x: Array) -> Array:
+    """What a checkpoint has beside its bf16_plane. float32 -> uint16"""
+    return _bits(x).astype(jnp.uint16)
+
+
+def join_planes(upper: Array, lower: Array) -> Array:
+    """The checkpoint from its bf16_plane and ``lower_plane``, bit for bit. uint16 each -> float32"""
+    return _float(join_halves(upper.astype(jnp.uint32), lower.astype(jnp.uint32)))
+
+
+def _bits(x: Array) -> Array:
+    """All NaN alike: one whose bits are all ones would round up to zero."""
+    return lax.bitcast_convert_type(jnp.where(jnp.isnan(x), jnp.nan, x), jnp.uint32)
 
 
 def _encode_fp8(x: Array) -> Readout:

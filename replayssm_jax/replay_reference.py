@@ -56,7 +56,7 @@ def prefill(state: ReplayState, tokens: Tokens, slots: Array | None, lengths: Ar
 def _replayed(state: ReplayState, rows: Rows, start: Array | None = None) -> Array:
     """The present state: ``start``, or the checkpoint, after every committed record, one at a time. [B, H, V, K] float32"""
     records = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
-    start = rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32) if start is None else start
+    start = rows_lib.take_checkpoint(state, rows) if start is None else start
 
     def apply(present: Array, record: Block) -> tuple[Array, None]:
         return _apply_record(state.recurrence, present, record), None

@@ -53,7 +53,7 @@ def materialize(state: ReplayState, slots: Array | None, num_rows: int) -> Array
     """The present state of each row, zeros for padding. [B, H, V, K] float32"""
     rows = rows_lib.locate(state.pointer, slots, jnp.ones(num_rows, jnp.int32), 1)
     past = rows_lib.committed_records(state.buffer, rows, state.policy.window, rows.length)
-    present = fold(state.recurrence, rows_lib.take_rows(state.checkpoint, rows).astype(jnp.float32), past)
+    present = fold(state.recurrence, rows_lib.take_checkpoint(state, rows), past)
     return jnp.where(rows.live[:, :1, None, None], present, 0)
 
 
@@ -63,7 +63,7 @@ def _fold_rows(state: ReplayState, rows: Rows, ring: ReplayBuffer, which: Array)
     def folded(pools: tuple[Array, Readout | None]) -> tuple[Array, Readout | None]:
         before = dataclasses.replace(state, checkpoint=pools[0], readout=pools[1])
         past = rows_lib.first_records(ring, rows.length)
-        present = fold(state.recurrence, rows_lib.take_rows(before.checkpoint, rows).astype(jnp.float32), past)
+        present = fold(state.recurrence, rows_lib.take_checkpoint(before, rows), past)
         after = rows_lib.store(before, rows, present, rows.origin + rows.length, which)
         return after.checkpoint, after.readout
 

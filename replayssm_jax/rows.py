@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from replayssm_jax.blocked import Block
 from replayssm_jax.pointer import ReplayPointer
-from replayssm_jax.readout import decode, encode
+from replayssm_jax.readout import PLANE, decode, encode, join_planes, lower_plane
 from replayssm_jax.recurrence import scaled
 from replayssm_jax.rounding import round_checkpoint
 from replayssm_jax.slots import gather_index, in_range, scatter_index
@@ -147,10 +147,19 @@ def to_block(tokens: Tokens) -> tuple[Array, Block]:
     return heads_first(q), Block(*map(heads_first, fields))
 
 
+def take_checkpoint(state: ReplayState, rows: Rows) -> Array:
+    """The rows' checkpoints, which folds start from. [B, H, V, K] float32"""
+    own = take_rows(state.checkpoint, rows)
+    if state.policy.readout != PLANE:
+        return own.astype(jnp.float32)
+    assert state.readout is not None
+    return join_planes(take_rows(state.readout.payload, rows), own)
+
+
 def read_checkpoint(state: ReplayState, rows: Rows) -> Array:
     """What ordinary reads of the rows use: the checkpoint, or what its read-out copy says. [B, H, V, K] float32"""
     if state.readout is None:
-        return take_rows(state.checkpoint, rows).astype(jnp.float32)
+        return take_checkpoint(state, rows)
     own = jax.tree.map(lambda pool: take_rows(pool, rows), state.readout)
     return decode(state.policy.readout, own, state.recurrence.key_dim)
 
@@ -175,7 +184,7 @@ def store(state: ReplayState, rows: Rows, present: Array, position: Array, which
     if state.readout is not None:
         # apart from the copy, so that it is compiled as it would be without one: the checkpoint's bits do not depend on it
         rounded = jax.lax.optimization_barrier(rounded)
-        new = rounded, encode(state.policy.readout, rounded)
+        new = lower_plane(rounded) if state.policy.readout == PLANE else rounded, encode(state.policy.readout, rounded)
     pools = (state.checkpoint, state.readout)
     checkpoint, readout = jax.tree.map(lambda pool, values: pool.at[target].set(values, mode="drop"), pools, new)
     return dataclasses.replace(state, checkpoint=checkpoint, readout=readout)

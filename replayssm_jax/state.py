@@ -132,13 +132,14 @@ class ReplayState:
     """One layer's pool of slots.
 
     Attributes:
-        checkpoint: state up to the last flush. [N, H, V, K] checkpoint_dtype
+        checkpoint: state up to the last flush. [N, H, V, K] checkpoint_dtype; with ``policy.readout="bf16_plane"`` the lower
+            halves of its numbers, uint16 (``readout.join_planes`` puts them together).
         buffer: records since then, and uncommitted drafts behind them.
         pointer: how many of them count.
         recurrence: static
         policy: static
-        readout: ``encode(policy.readout, checkpoint)`` at all times, which ordinary reads use in its place; None with
-            ``policy.readout="checkpoint"``.
+        readout: ``encode(policy.readout, checkpoint)`` at all times, of the whole checkpoint, which ordinary reads use in its
+            place; None with ``policy.readout="checkpoint"``.
         first_head: number of the first value head, where a device has its share of the heads to itself; None elsewhere.
             [] int32
     """
@@ -201,7 +202,7 @@ def init_state(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) -> 
         raise TypeError(f"policy must be a ReplayPolicy, got {type(policy).__name__}")
     check_positive_int("num_slots", num_slots)
     return ReplayState(
-        checkpoint=jnp.zeros((num_slots, *recurrence.state_dims), policy.checkpoint_dtype),
+        checkpoint=jnp.zeros((num_slots, *recurrence.state_dims), policy.stored_dtype),
         buffer=init_buffer(recurrence, policy, num_slots),
         pointer=init_pointer(num_slots, policy.window, policy.max_draft),
         recurrence=recurrence,

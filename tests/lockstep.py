@@ -44,6 +44,13 @@ def decode(state: ReplayState, tokens: Tokens) -> tuple[ReplayState, jax.Array]:
     return jax.lax.scan(body, state, jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), tokens))
 
 
+def whole_checkpoint(state: ReplayState):
+    """Both halves of it where they are kept apart. [N, H, V, K]"""
+    if state.policy.readout != readout.PLANE:
+        return state.checkpoint
+    return np.asarray(readout.join_planes(state.readout.payload, state.checkpoint))
+
+
 def slot_of(state: ReplayState, slot: int):
     """Everything the pool holds for one slot."""
     return jax.tree.map(lambda pool: pool[slot], state)
@@ -168,7 +175,7 @@ class Lockstep:
         if self.state.readout is None:
             return
         owned = np.flatnonzero([np.isfinite(state).all() for state in self.oracle.state])
-        want = encode(self.case.readout, self.state.checkpoint)
+        want = encode(self.case.readout, whole_checkpoint(self.state))
         for slot in owned:
             got, want_slot = (
                 jax.tree.map(lambda pool, n=slot: np.asarray(pool)[n], copy) for copy in (self.state.readout, want)

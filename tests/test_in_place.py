@@ -109,7 +109,7 @@ def test_no_ring_is_copied(case, name, implementation):
 
 
 @pytest.mark.parametrize("name", ["step", "reset and copy"])
-@pytest.mark.parametrize("readout", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("readout", ["bf16_plane", "nvfp4"])
 def test_no_read_out_copy_is_copied(readout, name):
     case = case_named("gdn", dims=(24, 40), readout=readout)
     state, _, _ = _example(case)

@@ -143,11 +143,20 @@ def test_read_out_copies_cost_their_bytes_and_are_read_in_place_of_the_state(for
     assert planned.readout == planned.checkpoint / 4 * bytes_per_value
     assert planned.sequence(0) - plain.sequence(0) == planned.readout
     assert planned.record == plain.record  # without the delta rule records are raw inputs in any case
-    ordinary, flush = planned.readout, 2 * planned.checkpoint + planned.readout
+    ordinary, flush = planned.readout, 2 * (planned.checkpoint + planned.readout)
     records = planned.record * (7 + 1)
     assert planned.replay_state(1, 1.0) == pytest.approx((14 * ordinary + flush) / 15 + records)
     assert planned.replay_state(1, 1.0) < plain.replay_state(1, 1.0)
     assert "its read-out copy" in plan.table(planned, plan.GPUS["h200"], 256, 1, 1.0, 16)
+
+
+def test_the_upper_half_of_a_state_is_read_in_its_place_and_costs_no_memory():
+    plain, planned = (make_plan(MAMBA2_2_7B, window=16, drafts=0, readout=r) for r in ("checkpoint", "bf16_plane"))
+    assert planned.sequence(9) == plain.sequence(9)
+    assert planned.plain_state(1) == plain.plain_state(1)
+    state, records = planned.checkpoint, planned.record * (7 + 1)
+    assert planned.replay_state(1, 1.0) == pytest.approx(state / 2 + 2 * state / 15 + records)
+    assert "copy" not in plan.table(planned, plan.GPUS["h200"], 256, 1, 1.0, 16)
 
 
 def test_raw_records_of_a_delta_rule_are_counted():

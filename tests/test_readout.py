@@ -8,13 +8,14 @@ import pytest
 
 import replayssm_jax as rs
 from replayssm_jax import readout
-from replayssm_jax.readout import FORMATS
+from replayssm_jax.readout import FORMATS, PLANE
 from tests.compare import same_bits
 from tests.lockstep import FAST_COMPILE
 
 encode = jax.jit(readout.encode, static_argnums=0, compiler_options=FAST_COMPILE)
 decode = jax.jit(readout.decode, static_argnums=(0, 2), compiler_options=FAST_COMPILE)
 every_format = pytest.mark.parametrize("form", FORMATS)
+every_copy = pytest.mark.parametrize("form", [form for form in FORMATS if form != PLANE])
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
@@ -37,6 +38,14 @@ def nearest(magnitude: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.where((high < low) | ((high == low) & (above % 2 == 0)), above, above - 1)
 
 
+def away_from_zero(x: np.ndarray) -> np.ndarray:
+    """Patterns of the nearest bfloat16, the larger of two that are as near, infinity for what is beyond."""
+    values, magnitude = np.append(BF16, 2.0**128), np.abs(x)
+    above = np.clip(np.searchsorted(values, magnitude), 1, len(values) - 1)
+    up = values[above] - magnitude <= magnitude - values[above - 1]
+    return np.where(up, above, above - 1) | np.where(np.signbit(x), 0x8000, 0)
+
+
 def least_power(magnitude: float, largest: float) -> float:
     """The least 2^e, e >= -110, with magnitude <= largest * 2^e; 0 for next to nothing."""
     if magnitude < 2.0**-126:
@@ -54,6 +63,8 @@ def numpy_encode(form: str, x: np.ndarray) -> dict[str, np.ndarray]:
     x = np.where(real, x.astype(np.float64), 0)
     if form == "bf16":
         return {"payload": np.where(real, signed_code(x, BF16, 0x8000), 0x7FC0)}
+    if form == "bf16_plane":
+        return {"payload": np.where(real, away_from_zero(x), 0x7FC0)}
     x = np.clip(x, -(2.0**127), 2.0**127)
     if form == "fp8_e4m3":
         scale = np.vectorize(lambda largest: least_power(largest, 448))(np.abs(x).max(-1))
@@ -88,7 +99,7 @@ def numpy_decode(form: str, copy: rs.Readout, keys: int) -> np.ndarray:
         return np.where(patterns >> (bits - 1), -1, 1) * table[np.minimum(patterns & (2 ** (bits - 1) - 1), len(table) - 1)]
 
     payload = np.asarray(copy.payload)
-    if form == "bf16":
+    if form in ("bf16", "bf16_plane"):
         return values(payload, BF16, 16)
     if form == "fp8_e4m3":
         return values(payload, E4M3, 8) * np.asarray(copy.scale, np.float64)[..., None]
@@ -144,6 +155,7 @@ def test_errors_are_those_of_the_format(form, rng):
     largest = np.abs(x).reshape(*x.shape[:3], 3, 16).max(-1).repeat(16, axis=-1)
     allowed = {
         "bf16": np.abs(x) * 2.0**-8,
+        "bf16_plane": np.abs(x) * 2.0**-8,
         "fp8_e4m3": np.abs(x) * 2.0**-4 + np.abs(x).max(-1, keepdims=True) * 2.0**-17,
         "nvfp4": largest / 5.5 + np.abs(x).max((-2, -1), keepdims=True) * 2.0**-17,
     }
@@ -185,13 +197,14 @@ def test_patterns_are_those_of_the_dtypes_in_ml_dtypes():
 @every_format
 def test_every_value_of_a_format_is_kept(form):
     """What a format can say it says: all patterns of e4m3 and e2m1 at several scales, and of bfloat16, normal ones."""
-    sizes = {"bf16": BF16[BF16 >= 2.0**-126], "fp8_e4m3": E4M3, "nvfp4": np.pad(E2M1, (0, 8))}[form]
-    for scale in (1.0,) if form == "bf16" else (2.0**-100, 2.0**-3, 1.0, 2.0**60):
+    halves = BF16[BF16 >= 2.0**-126]
+    sizes = {"bf16": halves, "bf16_plane": halves, "fp8_e4m3": E4M3, "nvfp4": np.pad(E2M1, (0, 8))}[form]
+    for scale in (1.0,) if form in ("bf16", PLANE) else (2.0**-100, 2.0**-3, 1.0, 2.0**60):
         x = (np.stack([sizes, -sizes]) * scale).astype(np.float32)[None, None]
         np.testing.assert_array_equal(np.asarray(decode(form, encode(form, x), x.shape[-1])), x)
 
 
-@every_format
+@every_copy
 @pytest.mark.parametrize("checkpoint", ["float32", "float16", "bfloat16"])
 def test_the_ends_of_the_range(form, checkpoint):
     """The largest and the smallest numbers of a checkpoint neither overflow a copy nor become NaN in it."""
@@ -205,7 +218,7 @@ def test_the_ends_of_the_range(form, checkpoint):
             assert np.abs(read / value - 1).max() < 0.51  # 2^127 is half of the largest float32
 
 
-@every_format
+@every_copy
 def test_what_is_not_finite_reads_as_nan_and_enters_no_scale(form, rng):
     x = np.abs(rng.standard_normal((1, 2, 2, 48)).astype(np.float32)) + 0.1
     dirty = x.copy()
@@ -231,8 +244,23 @@ def test_zeros_encode_to_zero_bytes_and_slots_do_not_see_each_other(form, rng):
     assert same_bits(whole, by_slot(x))
 
 
+def test_two_planes_are_the_checkpoint_bit_for_bit(rng):
+    """Ordinary numbers, all bits at random, the ends of the range, what is not finite."""
+    bits = rng.integers(0, 2**32, (1, 1, 64, 64), np.uint32)
+    ends = np.float32([0.0, -0.0, 1e-45, -1e-45, 2.0**-126, 3.4028235e38, -3.4028235e38, np.inf, -np.inf])
+    for x in (state_like(rng), bits.view(np.float32), ends.reshape(1, 1, 1, -1)):
+        upper, lower = encode(PLANE, x), readout.lower_plane(jnp.asarray(x))
+        assert upper.payload.nbytes + lower.nbytes == x.nbytes
+        joined = np.asarray(readout.join_planes(upper.payload, lower))
+        np.testing.assert_array_equal(np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32), joined.view(np.uint32))
+        read = np.asarray(decode(PLANE, upper, x.shape[-1]))
+        assert (np.isnan(read) == np.isnan(x)).all()
+    largest = np.float32([3.4028235e38, np.inf]).reshape(1, 1, 1, 2)
+    assert np.isinf(decode(PLANE, encode(PLANE, largest), 2)).all()
+
+
 def test_a_format_without_a_name_is_refused():
-    with pytest.raises(ValueError, match="form must be one of bf16, fp8_e4m3, nvfp4, got 'int8'"):
+    with pytest.raises(ValueError, match="form must be one of bf16, bf16_plane, fp8_e4m3, nvfp4, got 'int8'"):
         readout.encode("int8", jnp.zeros((1, 1, 1, 16)))
     with pytest.raises(ValueError, match="got 'fp8'"):
         readout.decode("fp8", encode("bf16", jnp.zeros((1, 1, 1, 16))), 16)

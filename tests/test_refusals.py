@@ -15,7 +15,11 @@ from tests.cases import case_named, make_tokens
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"readout": "fp8"}, "readout must be one of checkpoint, bf16, fp8_e4m3, nvfp4, got 'fp8'"),
+        ({"readout": "fp8"}, "readout must be one of checkpoint, bf16, bf16_plane, fp8_e4m3, nvfp4, got 'fp8'"),
+        (
+            {"readout": "bf16_plane", "checkpoint_dtype": "float16"},
+            "readout='bf16_plane' is half of a float32 checkpoint, got checkpoint_dtype=float16",
+        ),
         ({"records": "u"}, "records must be one of None, update, raw, got 'u'"),
         (
             {"readout": "nvfp4", "records": "update"},
