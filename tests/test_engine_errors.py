@@ -134,6 +134,7 @@ def test_a_damaged_folder_is_named(tmp_path):
     for content, message in (
         (json.dumps(rest)[:-9], "engine.json is damaged"),
         (json.dumps({"format": rest["format"]}), "engine.json is damaged: it lacks config"),
+        (json.dumps({**rest, "requests": [{"number": 0}]}), "engine.json is damaged: a request lacks followers, handed_out"),
         (json.dumps({**rest, "format": 1}), "engine.json has format 1"),
         ("[]", "engine.json has format None"),
     ):

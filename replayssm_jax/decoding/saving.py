@@ -104,6 +104,8 @@ def restore(
 
 
 _KEYS = {"format", "config", "made_for", "next_number", "requests", "prefixes"}
+_REQUEST_KEYS = {"number", "prompt", "params", "priority", "state", "slot", "tokens", "logprobs"}
+_REQUEST_KEYS |= {"handed_out", "has_memory", "prefix_only", "followers"}
 
 
 def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -116,8 +118,9 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     form = rest.get("format") if isinstance(rest, dict) else None
     if form != _FORMAT:
         raise ValueError(f"{path} has format {form}, this version reads {_FORMAT}")
-    if missing := sorted(_KEYS - rest.keys()):
-        raise ValueError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    for described, needed, whose in ((rest, _KEYS, "it"), *((r, _REQUEST_KEYS, "a request") for r in rest.get("requests", ()))):
+        if missing := sorted(needed - described.keys()):
+            raise ValueError(f"{path} is damaged: {whose} lacks {', '.join(missing)}")
     try:
         return rest, load_file(folder / _ARRAYS)
     except SafetensorError as error:
