@@ -114,7 +114,7 @@ def _attend_cached(
     lengths: Array | None,
     scale: float | None,
 ) -> tuple[AttentionCache, Array]:
-    num_slots = cache.key.shape[0]
+    num_slots, in_order = cache.key.shape[0], slots is None
     slots = check_slots(slots, num_slots, q.shape[0])
     lengths = check_counts(lengths, q.shape[0], q.shape[1], "lengths")
     read, position = gather_index(slots, num_slots), pointer.position[gather_index(slots, num_slots)]
@@ -126,8 +126,12 @@ def _attend_cached(
         return pool.at[target].set(values.astype(pool.dtype), mode="drop")
 
     cache = AttentionCache(key=write(cache.key, k), value=None if cache.value is None or v is None else write(cache.value, v))
-    keys = cache.key[read]
-    values = keys if cache.value is None else cache.value[read]
+
+    def take(pool: Array) -> Array:
+        return pool[: len(slots)] if in_order else pool[read]  # rows in the order of their slots spare a gather
+
+    keys = take(cache.key)
+    values = keys if cache.value is None else take(cache.value)
     # a masked score does not make a NaN value harmless: what lies past the row's last token is cut off by value
     past_end = jnp.arange(cache.max_length) >= (position + lengths)[:, None]
     values = jnp.where(past_end[..., None, None], 0, values)
