@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 
 import pytest
 
@@ -186,6 +187,25 @@ def test_jobs_of_several_processes_are_all_measured_and_failures_named(capfd):
     assert failure["family"] == "kda"
     assert "does not compile" in failure["error"]
     assert "Job(family='gdn', us=1.0): 2.0 us" in capfd.readouterr().out
+
+
+@dataclasses.dataclass(frozen=True)
+class Stamped(Job):
+    """Compiles in as many seconds, and says when it was compiled and when measured."""
+
+
+def compile_stamped(job):
+    time.sleep(job.us)
+    return time.monotonic()
+
+
+def measure_stamped(job, program):
+    return [{"family": job.family, "compiled": program, "measured": time.monotonic()}], "done"
+
+
+def test_jobs_apart_are_measured_when_all_are_compiled():
+    found = turns.measure_all([Stamped("gdn", 0.0), Stamped("kda", 0.5)], compile_stamped, measure_stamped, 2, apart=True)
+    assert max(entry["compiled"] for entry in found) < min(entry["measured"] for entry in found)
 
 
 def test_time_per_call_leaves_out_what_runs_once():
