@@ -71,7 +71,7 @@ def test_drafts(case, implementation, rng):
         pair.check()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [name for name in IMPLEMENTATIONS if name != "reference"])
 @pytest.mark.parametrize("name", ["gdn", "gla"])
 def test_rows_in_their_own_slots(name, implementation, rng):
     """slots=None puts row b in slot b: fewer rows than slots, and as many."""
