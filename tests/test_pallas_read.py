@@ -29,6 +29,9 @@ CASES = (
     _case("kda-3-nvfp4", (1, 1), True, "channel", "nvfp4", 3, checkpoint="bfloat16"),
     _case("gla-2-fp8", (1, 1), False, "channel", "fp8_e4m3", 2, factors=True, window=32),
     _case("gdn-raw", (1, 1), True, "head", "checkpoint", records="raw"),
+    _case("mamba2-8-heads", (8, 1), False, "head", "nvfp4", dims=(64, 128), activations="bfloat16", factors=True),
+    _case("kda-2-key-heads", (2, 2), True, "channel", "nvfp4", activations="bfloat16", factors=True),
+    _case("gdn-2-heads-3-raw", (2, 1), True, "head", "checkpoint", 3, records="raw", activations="bfloat16", factors=True),
     _case("mamba2-chance", (1, 1), False, "head", "checkpoint", checkpoint="bfloat16", rounding="stochastic"),
 )
 

@@ -18,13 +18,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_kernels.hopper import warps
 from pallas_kernels.hopper.tiles import STATE, TILE_ROWS, Array, Interpret, Ref, f32, i32, swizzled
+from pallas_kernels.small_floats import SCALE_BLOCK
 
 f16 = jnp.float16
 
@@ -53,50 +56,60 @@ def block_scales_layout(key_dim: int) -> Any:
     return plgpu.Layout.TILED(tiling, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def columns_layout(key_dim: int) -> Any:
-    """[4 n, K]: a row a warp; a lane has neighbouring columns."""
-    block = min(key_dim, 128)
-    tiling = plgpu.Tiling(((4, block), (block // 32,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-
-
-def store_plane(form: str, plane: Ref, x: Array, interpret: Interpret) -> None:
+def store_plane(form: str, planes: Ref, first: int, x: Array, heads: int, interpret: Interpret) -> None:
     """Stores columns for the tensor cores, in the order in which a tile in this format stands. No register moves.
 
     Args:
         form: of the read-out.
-        plane: rows past those of x keep what they hold. [8 n, K] of 16 bits, ``swizzled``
-        x: in ``columns_layout``. [4 m, K]
+        planes: result, in rows from ``first`` on. [R, N, K] of 16 bits, ``swizzled``
+        first: a multiple of 8.
+        x: row i R + h is row i of plane h, in ``warps.columns_layout``. [4 m, K]
+        heads: R.
         interpret: parameters of interpret mode.
     """
-    shape, block = plane.shape, min(x.shape[1], 128)
-    before, after = (names.split() for names in _FIELDS.get((form, block), ("", "")))
+    shape, transforms, (rows, key_dim) = planes.shape[1:], swizzled(x.dtype), x.shape
     if interpret is not None:
-        plane[...] = jnp.pad(_ordered(form, x), ((0, shape[0] - x.shape[0]), (0, 0)))
+        planes[:, pl.ds(first, rows // heads)] = _ordered(form, x).reshape(-1, heads, key_dim).swapaxes(0, 1)
         return
-    layout, transforms = columns_layout(shape[1]), swizzled(x.dtype)
-    if before:
-        tiling = plgpu.Tiling(((4, block), *((block >> k,) for k in range(1, len(after) + 1))))
-        place = {name: k - len(after) - 1 for k, name in enumerate(after)}
-        lanes = tuple(place[name] for name in before[:_LANE_BITS])
-        layout = plgpu.Layout.TILED(tiling, warp_dims=(-len(after) - 2,), lane_dims=lanes, vector_dim=-1)
+    block, together = min(key_dim, 128), max(1, 4 // heads)  # rows of one plane among four
+    target = _plane_layout(form, block, together)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), columns_layout(shape[1])))
-    def put(context: Any, plane: Any, x: Any) -> None:
-        target = layout.to_mgpu()
-        registers = list(x.registers.flat)
-        if before:
-            one = ir.VectorType.get((1,), x.mlir_dtype)
-            registers = [vector.extract_strided_slice(one, r, [i], [1], [1]) for r in registers for i in range(block // 32)]
-        every = np.full(math.prod(target.registers_shape(shape)), None, dtype=object)
-        every[: len(registers)] = registers
-        every = every.reshape(target.registers_shape(shape))
-        moves = fragmented_array.FragmentedArray.transfer_tiled(plane, transforms[1].swizzle, target, shape, optimized=False)
-        for pick, _, _, address in moves:
-            if (register := pick(every)) is not None:
-                llvm.store(register, address)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), warps.columns_layout(key_dim)))
+    def put(context: Any, planes: Any, x: Any) -> None:
+        registers = np.array(_in_order(form, block, x), dtype=object).reshape(rows // 4, key_dim // block, -1)
+        for i, four_rows in enumerate(registers):
+            every = np.full((shape[0] // together, *four_rows.shape), None, dtype=object)
+            every[(first + 4 * i // heads) // together] = four_rows
+            every = every.reshape(target.registers_shape(shape))
+            plane = mgpu_utils.memref_slice(planes, warps.place_of_row(4 * i, heads)[1])
+            moves = fragmented_array.FragmentedArray.transfer_tiled(
+                plane, transforms[1].swizzle, target, shape, optimized=False
+            )
+            for pick, _, _, address in moves:
+                if (register := pick(every)) is not None:
+                    llvm.store(register, address)
 
-    put(plane, x)
+    put(planes, x)
+
+
+def _plane_layout(form: str, block: int, rows: int) -> Any:
+    """Columns in the order of a format, a lane's those of ``warps.columns_layout``; each of the rows is 4 // rows warps'."""
+    before, after = (names.split() for names in _FIELDS.get((form, block), ("", "")))
+    bits = [(block >> k,) for k in range(1, len(after) + 1)] or [(block // 32,)]
+    place = {name: k - len(after) - 1 for k, name in enumerate(after)}
+    lanes = tuple(place[name] for name in before[:_LANE_BITS]) or (-2,)
+    warps = [*([-len(bits) - 2] if rows > 1 else []), *([plgpu.Replicated(4 // rows)] if rows < 4 else [])]
+    tiling = plgpu.Tiling(((rows, block), *bits))
+    return plgpu.Layout.TILED(tiling, warp_dims=tuple(warps), lane_dims=lanes, vector_dim=-1).to_mgpu()
+
+
+def _in_order(form: str, block: int, x: Any) -> list[Any]:
+    """Registers of ``warps.columns_layout`` as those of ``_plane_layout``."""
+    registers = list(x.registers.flat)
+    if (form, block) not in _FIELDS:
+        return registers
+    one = ir.VectorType.get((1,), x.mlir_dtype)
+    return [vector.extract_strided_slice(one, r, [i], [1], [1]) for r in registers for i in range(block // 32)]
 
 
 def _ordered(form: str, x: Array) -> Array:
@@ -107,48 +120,33 @@ def _ordered(form: str, x: Array) -> Array:
     return bits.transpose(0, 1, *(2 + before.index(name) for name in after), bits.ndim - 1).reshape(x.shape)
 
 
-def load_column(column: Ref, rows: int, layout: Any, interpret: Interpret) -> Array:
-    """A column [n, 1] of float32 in shared memory, n <= rows, by row of ``columns_layout``; rows past n are anything finite.
-
-    Each warp loads the one number of its row, for which ``load`` has no layout.
-    """
-    count = column.shape[0]
-    if interpret is not None:
-        return jnp.pad(column[...][:, 0], (0, rows - count))
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((rows,), jnp.dtype(f32), layout=layout))
-    def of_warps(context: Any, column: Any) -> Any:
-        target, index = layout.to_mgpu(), ir.IndexType.get()
-        warp = arith.index_cast(index, mgpu_utils.warp_idx(sync=False))
-        warp = arith.remui(warp, mgpu.c(4, index))
-        registers = []
-        for first in range(0, rows, 4):
-            row = arith.minui(arith.addi(warp, mgpu.c(first, index)), mgpu.c(count - 1, index))
-            number = memref.load(column, [row, mgpu.c(0, index)])
-            registers.append(vector.broadcast(ir.VectorType.get((1,), ir.F32Type.get()), number))
-        array = np.empty(len(registers), dtype=object)
-        array[:] = registers
-        shape = target.registers_shape((rows,))
-        return fragmented_array.FragmentedArray(_registers=array.reshape(shape), _layout=target, _is_signed=None)
-
-    return of_warps(column)
-
-
 def decode_fp8(words: Array, interpret: Interpret) -> Array:
     """A tile [64, K] float16 of words [64, K / 4] in ``words_layout``; of codes [64, K] uint8 in interpret mode."""
     if interpret is not None:
         return _ordered("fp8_e4m3", lax.bitcast_convert_type(words, jnp.float8_e4m3fn).astype(f16))
 
-    def two(pair: Any) -> Any:
-        i16, word = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
-        both = llvm.inline_asm(word, [arith.trunci(i16, pair)], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
-        return mgpu_utils.bitcast(both, ir.VectorType.get((2,), ir.F16Type.get()))
-
     def four(word: Any, scale: Any) -> list[Any]:
         del scale
-        return [two(word), two(arith.shrui(word, _constant(16)))]
+        return [two_e4m3(word), two_e4m3(arith.shrui(word, _constant(16)))]
 
     return _decode(words, None, words.shape[1] * 4, four)
+
+
+def two_e4m3(word: Any) -> Any:
+    """The low two e4m3 of a word of 32 bits as a pair of float16."""
+    i16, i32_ = ir.IntegerType.get_signless(16), ir.IntegerType.get_signless(32)
+    both = llvm.inline_asm(i32_, [arith.trunci(i16, word)], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h")
+    return mgpu_utils.bitcast(both, ir.VectorType.get((2,), ir.F16Type.get()))
+
+
+def nvfp4_numbers(codes: Array, scales: Array) -> Array:
+    """Numbers [n, K] float32 of codes [n, K / 2] and block scales [n, K / 16] uint8, over the head's scale."""
+    codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1).astype(i32)
+    exponent, mantissa = (codes >> 1) & 3, codes & 1
+    halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent, 1) - 1)
+    sizes = 0.5 * halves.astype(f32)
+    units = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(f32)
+    return jnp.where(codes >= 8, -sizes, sizes) * jnp.repeat(units, SCALE_BLOCK, axis=1)
 
 
 def decode_nvfp4(words: Array, scales: Array, interpret: Interpret) -> Array:
@@ -160,13 +158,7 @@ def decode_nvfp4(words: Array, scales: Array, interpret: Interpret) -> Array:
         interpret: parameters of interpret mode.
     """
     if interpret is not None:
-        codes = jnp.stack([words & 15, words >> 4], axis=-1).reshape(TILE_ROWS, -1).astype(i32)
-        exponent, mantissa = (codes >> 1) & 3, codes & 1
-        halves = jnp.where(exponent == 0, mantissa, (2 + mantissa) << jnp.maximum(exponent, 1) - 1)
-        sizes = 0.5 * halves.astype(f32)
-        unit = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(f32) * UNIT["nvfp4"]
-        values = jnp.where(codes >= 8, -sizes, sizes) * jnp.repeat(unit, 16, axis=1)
-        return _ordered("nvfp4", values.astype(f16))
+        return _ordered("nvfp4", (nvfp4_numbers(words, scales) * UNIT["nvfp4"]).astype(f16))
 
     def eight(word: Any, scale: Any) -> list[Any]:
         pairs = []

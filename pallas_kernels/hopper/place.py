@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import decode, records
-from pallas_kernels.hopper.readers import DRAFTS, SOURCES
+from pallas_kernels.hopper import decode, digits, records, warps
+from pallas_kernels.hopper.readers import DRAFTS
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
@@ -23,6 +23,7 @@ from pallas_kernels.hopper.tiles import (
     channels_layout,
     f32,
     i32,
+    kilobytes,
     load,
     one_of,
     store,
@@ -31,26 +32,48 @@ from pallas_kernels.hopper.tiles import (
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
-COPY_SCALES = 32  # where in the last row of "numbers" the scales of nvfp4 begin
+_HALF_KB = 113  # of a multiprocessor's shared memory, for one of two blocks
+# Kinds of "numbers", by value head or (scales) by key head, and by token.
+LOG_DECAY, BETA, Q_SCALE, K_SCALE, COPY_SCALE = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadConfig:
-    """How the work is cut: value heads that one warpgroup serves, and how many of them are on their way at once."""
+    """How the work is cut.
+
+    Attributes:
+        heads: value heads that one warpgroup serves.
+        stages: of them on their way at once.
+        pieces: of the state, 64 values by ``columns``, on their way at once, where no codes are read.
+        columns: of such a piece.
+    """
 
     heads: int
-    stages: int
+    stages: int = 1
+    pieces: int = 2
+    columns: int = 64
 
 
 def best_read_config(g: Geometry) -> ReadConfig:
-    """As many heads of one key head as share its queries, but enough warpgroups to fill the GPU.
+    """As many heads as share a key head (of those with gates or keys of their own two, or one of T > 1 tokens) that leave room
+    for a second warpgroup on a multiprocessor and enough of them to fill the GPU.
 
-    One head at a time: warpgroups that live side by side hide each other's waiting better than what is requested ahead.
+    Another head is requested ahead where it takes little memory: warpgroups that live side by side hide each other's waiting.
     """
-    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 8 if g.tokens == 1 else 4
-    if g.channel_gate:
-        return ReadConfig(1, 1)
-    return ReadConfig(max(n for n in (1, 2, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)), 1)
+    enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
+    shared, own = (8, 2) if g.tokens == 1 else (4, 1)
+    most = own if g.group_size == 1 or g.channel_gate else shared
+    together = g.value_heads if g.group_size == 1 else g.group_size
+    configs = [_with_heads(g, n) for n in (8, 4, 2) if together % n == 0 and n <= min(enough, most)]
+    roomy = [config for config in configs if kilobytes(scratch_of(g, config), reductions=True) <= _HALF_KB]
+    return roomy[0] if roomy else _with_heads(g, 1)
+
+
+def _with_heads(g: Geometry, heads: int) -> ReadConfig:
+    if not reads_codes(g):
+        return ReadConfig(heads, columns=64 if g.tokens == 1 else 32)
+    codes = g.value_dim * g.key_dim // (2 if g.readout == "nvfp4" else 1)
+    return ReadConfig(heads, stages=2 if g.tokens == 1 and heads > 2 and codes <= 8192 else 1)
 
 
 def block_scale_rows(g: Geometry) -> tuple[int, int]:
@@ -60,18 +83,38 @@ def block_scale_rows(g: Geometry) -> tuple[int, int]:
 
 
 def readers_of(g: Geometry, config: ReadConfig) -> int:
-    """R, queries that are taken back together: rows of x, a multiple of four."""
-    return 4 * (-(-(config.heads if g.tokens == 1 else g.tokens) // 4))
+    """Queries that are taken back together, filled up to rows of four warps."""
+    return 4 * (-(-config.heads * g.tokens // 4))
 
 
-def columns_of(g: Geometry, config: ReadConfig) -> int:
-    """N, the same as columns of the tensor cores."""
-    return -(-readers_of(g, config) // 8) * 8
+def planes_per(g: Geometry, config: ReadConfig) -> int:
+    """Planes of queries: one of all heads' (T = 1), or each head has its own."""
+    return 1 if g.tokens == 1 else config.heads
+
+
+def key_heads_of(g: Geometry, config: ReadConfig) -> int:
+    """Key heads of a warpgroup's value heads."""
+    return config.heads if g.group_size == 1 else 1
+
+
+def columns_of(g: Geometry) -> int:
+    """N, columns of the tensor cores: heads (T = 1), at most 8, or tokens."""
+    return -(-g.tokens // 8) * 8
 
 
 def keeps_direction(g: Geometry) -> bool:
-    """Whether a query keeps its direction on its way back, so that all value heads of a key head share it."""
-    return g.tokens == 1 and not (g.delta_rule or g.channel_gate)
+    """Whether a query keeps its direction on its way back, and all value heads of a key head share it."""
+    return g.tokens == 1 and not (g.delta_rule or g.channel_gate) and g.group_size > 1
+
+
+def reads_codes(g: Geometry) -> bool:
+    """Whether what is read has scales. Then it is copied by value head, and else by pieces."""
+    return g.readout in ("fp8_e4m3", "nvfp4")
+
+
+def takes_digits(g: Geometry) -> bool:
+    """Whether the tensor cores multiply integers."""
+    return g.tokens == 1 and g.readout == "nvfp4"
 
 
 def planes_of(g: Geometry) -> tuple[int, Any]:
@@ -86,45 +129,54 @@ def planes_of(g: Geometry) -> tuple[int, Any]:
 def _arrivals(g: Geometry) -> tuple[int, int]:
     """Copies of what comes at the start, and of what comes with a value head."""
     chunks = g.window // RING_CHUNK
-    start = 2 + chunks + (chunks if g.channel_gate else 0) + (not g.channel_gate) + 1 + g.delta_rule
-    return start, 1 + (g.readout in ("fp8_e4m3", "nvfp4")) + chunks + 1
+    start = 2 + chunks + (chunks + 1 if g.channel_gate else 1) + 1 + g.delta_rule
+    return start, 2 * reads_codes(g) + chunks + 1
 
 
 def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
-    s, n, r = config.stages, columns_of(g, config), readers_of(g, config)
-    count, dtype = planes_of(g)
-    decays = (g.window, g.key_dim) if g.channel_gate else (config.heads, g.window)
-    start, with_head = _arrivals(g)
+    s, n, r, key_heads = config.stages, columns_of(g), readers_of(g, config), key_heads_of(g, config)
+    chunks, (start, with_head) = g.window // RING_CHUNK, _arrivals(g)
+    several = planes_per(g, config)
     scratch = {
-        "queries": plgpu.SMEM((r if g.tokens > 1 else 1, g.key_dim), g.record_dtype),
-        "token_keys": plgpu.SMEM((g.tokens, g.key_dim), g.record_dtype),
-        "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        "decays": plgpu.SMEM(decays, f32),
+        "queries": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
+        "token_keys": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
+        "keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype),
         "weights": plgpu.SMEM((config.heads, g.window), f32),
-        "numbers": plgpu.SMEM((4, 64), f32),
-        "trace": plgpu.SMEM((SOURCES, n), f32),
-        "scales": plgpu.SMEM((n,), f32),
-        "planes": plgpu.SMEM((count * n, g.key_dim), dtype, transforms=swizzled(dtype)),
+        "numbers": plgpu.SMEM((5, config.heads, g.tokens), f32),
+        "trace": plgpu.SMEM((several, n, g.window + DRAFTS), f32),
+        "scales": plgpu.SMEM((several, n), f32),
         "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
-        "values": plgpu.SMEM((s, g.tokens, g.value_dim), g.record_dtype),
+        "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
         "start_arrived": plgpu.Barrier(num_arrivals=start),
         "head_arrived": plgpu.Barrier(num_arrivals=with_head, num_barriers=s),
-        **_tile_scratch(g, s),
+        **_tile_scratch(g, config),
     }
-    if g.record_dtype == bf16:
-        scratch["weighing"] = plgpu.SMEM((2 * n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS))
-    if g.delta_rule:
-        scratch["factors"] = plgpu.SMEM((g.window,), f32)
-    elif keeps_direction(g):
+    if not reads_codes(g):
+        scratch["piece_arrived"] = plgpu.Barrier(num_barriers=config.pieces)
+    planes: dict[str, Any] = {}
+    if takes_digits(g):
+        scratch["digits"] = plgpu.SMEM((r, digits.ROWS, g.key_dim), jnp.int8)
+    else:
+        count, dtype = planes_of(g)
+        planes["planes"] = plgpu.SMEM((several, count * n, g.key_dim), dtype, transforms=swizzled(dtype))
+    if g.channel_gate:
+        scratch["gates"] = plgpu.SMEM((g.tokens, config.heads, g.key_dim), f32)
+        decays = {"decays": plgpu.SMEM((chunks, config.heads, RING_CHUNK, g.key_dim), f32)}
+        scratch |= one_of(decays | planes) if planes else decays
+    else:
+        scratch |= {"decays": plgpu.SMEM((config.heads, g.window), f32), **planes}
+    if keeps_direction(g):
         scratch["dots"] = plgpu.SMEM((g.window,), f32)
+    if g.delta_rule:
+        scratch["factors"] = plgpu.SMEM((key_heads, g.window), f32)
     if g.tokens > 1:
         scratch["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
     return scratch
 
 
-def _tile_scratch(g: Geometry, stages: int) -> dict[str, Any]:
+def _tile_scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     """Shared memory of what is read: as it is copied, under "tile", and as it is loaded."""
-    shape, u8 = (stages, g.value_dim, g.key_dim), jnp.uint8
+    stages, shape, u8 = config.stages, (config.pieces, TILE_ROWS, config.columns), jnp.uint8
     match g.readout:
         case "checkpoint":
             return {"tile": plgpu.SMEM(shape, jnp.dtype(g.checkpoint_dtype), transforms=swizzled(g.checkpoint_dtype))}
@@ -165,14 +217,15 @@ class Place:
 
     def __post_init__(self) -> None:
         g, s = self.g, self.s
-        self.key_head = self.first_head // g.group_size
+        self.key_head, self.key_heads = self.first_head // g.group_size, key_heads_of(g, self.config)
         recorded, start = self.rows.length[self.slot], self.rows.origin[self.slot] & (g.window - 1)
         due = recorded + 2 * g.max_draft > g.window
         self.recorded = recorded
         self.ring = Ring(
             s["keys"], [], s["updates"], s["decays"], None, s["weights"], start, jnp.where(due, 0, recorded), g.window
         )
-        self.readers, self.layout = readers_of(g, self.config), decode.columns_layout(g.key_dim)
+        self.readers, self.layout = readers_of(g, self.config), warps.columns_layout(g.key_dim)
+        self.planes = planes_per(g, self.config)
 
     def all_have_read(self) -> None:
         """Before a copy overwrites what has been read. A read needs no fence; interpret mode's detector of races wants one."""
@@ -181,29 +234,30 @@ class Place:
     # Copies.
 
     def request_start(self) -> None:
-        g, s, pool, arrived = self.g, self.s, self.pool, self.s["start_arrived"]
-        heads = pl.ds(self.first_head, self.config.heads)
-        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], s["queries"].at[pl.ds(0, g.tokens)], arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], s["token_keys"], arrived)
-        records.request_keys(pool, self.slot, self.key_head, self.ring, RING_CHUNK, arrived, self.interpret)
+        g, s, pool, slot, arrived = self.g, self.s, self.pool, self.slot, self.s["start_arrived"]
+        heads, key_heads = pl.ds(self.first_head, self.config.heads), pl.ds(self.key_head, self.key_heads)
+        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived)
+        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived)
+        for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
+            rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
+            records.copy_if(wanted, pool.key.at[slot, key_heads, rows], s["keys"].at[i], arrived, self.interpret)
+            if g.channel_gate:
+                records.copy_if(wanted, pool.log_decay.at[slot, heads, rows], s["decays"].at[i], arrived, self.interpret)
         if g.channel_gate:
-            for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
-                rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-                source = pool.log_decay.at[self.slot, self.first_head, rows]
-                records.copy_if(wanted, source, s["decays"].at[rows], arrived, self.interpret)
+            plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived)
         else:
-            plgpu.copy_gmem_to_smem(pool.log_decay.at[self.slot, heads], s["decays"], arrived)
-        plgpu.copy_gmem_to_smem(pool.weight.at[self.slot, heads], s["weights"], arrived)
+            plgpu.copy_gmem_to_smem(pool.log_decay.at[slot, heads], s["decays"], arrived)
+        plgpu.copy_gmem_to_smem(pool.weight.at[slot, heads], s["weights"], arrived)
         if g.delta_rule:
-            plgpu.copy_gmem_to_smem(pool.factor.at[self.slot, self.key_head], s["factors"], arrived)
+            plgpu.copy_gmem_to_smem(pool.factor.at[slot, key_heads], s["factors"], arrived)
 
     def request_head(self, head: Array) -> None:
         """Requests what is read of a value head, its scales, the records' values and the tokens' ones."""
         g, s, pool, slot, interpret = self.g, self.s, self.pool, self.slot, self.interpret
         h, stage = self.first_head + head, head % self.config.stages
         arrived = s["head_arrived"].at[stage]
-        source = pool.checkpoint if g.readout == "checkpoint" else pool.payload
-        plgpu.copy_gmem_to_smem(source.at[slot, h], s["tile"].at[stage], arrived)
+        if reads_codes(g):
+            plgpu.copy_gmem_to_smem(pool.payload.at[slot, h], s["tile"].at[stage], arrived)
         if g.readout == "fp8_e4m3":
             plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
         if g.readout == "nvfp4":
@@ -211,50 +265,62 @@ class Place:
         for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
             rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
             records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage], arrived)
+        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage, pl.ds(0, g.tokens)], arrived)
 
-    # The tokens' numbers: rows of "numbers" hold log decays and betas by head and token, scales of queries and keys by token;
-    # behind the latter those of the heads' copies.
+    def piece(self, head: Array, part: int, first: int) -> Array:
+        """Number of the piece with ``columns`` from ``first`` on, of 64 values."""
+        in_row = self.g.key_dim // self.config.columns
+        return (head * self.g.tiles + part) * in_row + first // self.config.columns
+
+    def request_piece(self, piece: Array) -> None:
+        """Requests a piece of the state, if there is one."""
+        g, s, config = self.g, self.s, self.config
+        in_row, stage = g.key_dim // config.columns, piece % config.pieces
+        tile, column = piece // in_row, piece % in_row
+        source = self.pool.checkpoint if g.readout == "checkpoint" else self.pool.payload
+        values, columns = pl.ds((tile % g.tiles) * TILE_ROWS, TILE_ROWS), pl.ds(column * config.columns, config.columns)
+        source = source.at[self.slot, self.first_head + tile // g.tiles, values, columns]
+
+        @pl.when(piece < config.heads * g.tiles * in_row)
+        def _():
+            plgpu.copy_gmem_to_smem(source, s["tile"].at[stage], s["piece_arrived"].at[stage])
 
     def store_numbers(self) -> None:
-        g, numbers, b = self.g, self.s["numbers"], self.b
-        if g.readout == "nvfp4":
-            for h in range(self.config.heads):
-                numbers[3, COPY_SCALES + h] = self.pool.scale[self.slot, self.first_head + h]
-        for i in range(g.tokens):
-            for h in range(self.config.heads):
+        """The tokens' numbers, and scales of the heads' copies."""
+        g, numbers, tokens, b = self.g, self.s["numbers"], self.tokens, self.b
+        for h in range(self.config.heads):
+            head = self.first_head + h
+            if g.readout == "nvfp4":
+                numbers[COPY_SCALE, h, 0] = self.pool.scale[self.slot, head]
+            for i in range(g.tokens):
                 if not g.channel_gate:
-                    numbers[0, h * g.tokens + i] = self.tokens.log_decay[b, i, self.first_head + h]
-                numbers[1, h * g.tokens + i] = self.tokens.beta[b, i, self.first_head + h]
-            numbers[2, i] = self.tokens.q_scale[b, i, self.key_head]
-            numbers[3, i] = self.tokens.k_scale[b, i, self.key_head]
+                    numbers[LOG_DECAY, h, i] = tokens.log_decay[b, i, head]
+                numbers[BETA, h, i] = tokens.beta[b, i, head]
+                if h < self.key_heads:
+                    numbers[Q_SCALE, h, i] = tokens.q_scale[b, i, self.key_head + h]
+                    numbers[K_SCALE, h, i] = tokens.k_scale[b, i, self.key_head + h]
 
     def append(self) -> None:
         """Records the tokens, but for their values."""
-        g, s, pool, numbers = self.g, self.s, self.pool, self.s["numbers"]
+        g, s, pool, slot, numbers = self.g, self.s, self.pool, self.slot, self.s["numbers"]
         layout = channels_layout(g.key_dim)
 
-        def row(i: Array) -> Array:
-            return self.ring.row(self.recorded + i)
-
         def one(i: Array, carry: None) -> None:
+            row = self.ring.row(self.recorded + i)
             for h in range(self.config.heads):
                 head = self.first_head + h
-                if not g.channel_gate:
-                    pool.log_decay[self.slot, head, row(i)] = numbers[0, h * g.tokens + i]
-                scale = 1.0 if g.delta_rule else numbers[3, i]
-                pool.weight[self.slot, head, row(i)] = numbers[1, h * g.tokens + i] * scale
-            if g.channel_gate:
-                gate = self.tokens.log_decay.at[self.b, i, self.first_head]
-                store(pool.log_decay.at[self.slot, self.first_head, row(i)], load(gate, layout))
+                if g.channel_gate:
+                    store(pool.log_decay.at[slot, head, row], load(s["gates"].at[i, h], layout))
+                else:
+                    pool.log_decay[slot, head, row] = numbers[LOG_DECAY, h, i]
+                scale = 1.0 if g.delta_rule else numbers[K_SCALE, min(h, self.key_heads - 1), i]
+                pool.weight[slot, head, row] = numbers[BETA, h, i] * scale
+
+            @pl.when(self.first_head % g.group_size == 0)
+            def _():
+                for h in range(self.key_heads):
+                    store(pool.key.at[slot, self.key_head + h, row], load(s["token_keys"].at[i, h], layout))
+                    if g.delta_rule:
+                        pool.factor[slot, self.key_head + h, row] = numbers[K_SCALE, h, i]
 
         lax.fori_loop(0, self.length, one, None)
-
-        @pl.when(self.first_head % g.group_size == 0)
-        def _():
-            def one(i: Array, carry: None) -> None:
-                store(pool.key.at[self.slot, self.key_head, row(i)], load(s["token_keys"].at[i], layout))
-                if g.delta_rule:
-                    pool.factor[self.slot, self.key_head, row(i)] = numbers[3, i]
-
-            lax.fori_loop(0, self.length, one, None)

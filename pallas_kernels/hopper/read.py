@@ -6,15 +6,16 @@ With records and tokens 1..t, their keys k_j, values v_j, gates alpha_j and beta
     x_t = q_t        w_j = beta_j (k_j . x_j)        x_{j-1} = alpha_j (x_j - w_j k_j)        o_t = C x_0 + sum_j w_j v_j
 
 and without the delta rule x_{j-1} = alpha_j x_j. So no update is ever made of a rounded read, a tile is read by one vector per
-token, and what is done per record is done in K numbers and not in V K. All of it in float32 but for the product with C, on the
-tensor cores: C is cut into bfloat16 or float16 terms that hold a copy exactly (float32 to 2**-16), x_0 to 2**-16 or 2**-22.
+token, and what is done per record is done in K numbers and not in V K. All of it in float32 but for products on the tensor
+cores. C is cut into bfloat16 or float16 terms that hold a copy exactly (float32 to 2**-16), x_0 to 2**-16 or 2**-22. Codes of
+nvfp4 meet a single query as integers, exactly too, and x_0 is true to 2**-29 of its largest channel, see ``digits``. Values in
+bfloat16 meet weights that are true to 2**-17.
 
-A warpgroup takes the queries of one key head back, of a few value heads at once (T = 1) or of all tokens of one value head.
+A warpgroup serves a few value heads, of one key head or each with its own. A warp takes queries of one of these heads back.
 Rows that were due have been folded by ``refresh``, in a kernel before this one.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,19 +24,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import decode, records
+from pallas_kernels.hopper import decode, digits, weigh
 from pallas_kernels.hopper.back import take_back
 from pallas_kernels.hopper.place import (
-    COPY_SCALES,
+    COPY_SCALE,
     Place,
     ReadConfig,
     best_read_config,
     columns_of,
+    reads_codes,
     scratch_of,
+    takes_digits,
 )
-from pallas_kernels.hopper.readers import DRAFTS
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
+    MMA_SUM,
     STATE,
     SWIZZLED,
     TILE_ROWS,
@@ -136,20 +139,24 @@ class _Reader(Place):
         self.request_start()
         for head in range(config.stages):
             self.request_head(jnp.int32(head))
+        if not reads_codes(g):
+            for piece in range(config.pieces):
+                self.request_piece(jnp.int32(piece))
         self.store_numbers()
         plgpu.barrier_wait(self.s["start_arrived"])
         barrier()
         self.append()
-        if g.tokens == 1:
-            take_back(self, jnp.int32(0))
+        take_back(self)
+        barrier()
+        weights = weigh.weights_of(self, 0) if g.tokens == 1 else None
 
         def one(head: Array, carry: None) -> None:
-            if g.tokens > 1:
-                take_back(self, head)
             stage = head % config.stages
             plgpu.barrier_wait(self.s["head_arrived"].at[stage])
-            for part in range(g.tiles):
-                self.answer(head, stage, part)
+            if g.tokens == 1:
+                self.answer_one(head, stage, weights)
+            else:
+                self.answer_many(head, stage)
 
             @pl.when(head + config.stages < config.heads)
             def _():
@@ -162,105 +169,127 @@ class _Reader(Place):
 
     # Answers.
 
-    def answer(self, head: Array, stage: Array, part: int) -> None:
-        """64 values: reads their rows of the state, stores answers and values."""
-        g, s = self.g, self.s
-        values = pl.ds(part * TILE_ROWS, TILE_ROWS)
-        answers = self.multiply(self.products(stage, values), s["planes"])
-        answers = answers * along(load(s["scales"], COLUMNS), answers.shape, 1)
+    def read_tile(self, head: Array, stage: Array, part: int) -> Array:
+        """What 64 rows of the state answer to every reader. [64, N]"""
+        g, s, values = self.g, self.s, pl.ds(part * TILE_ROWS, TILE_ROWS)
+        own = 0 if g.tokens == 1 else head
+        planes = s["planes"].at[own]
+        if reads_codes(g):
+            products = self.products_of_codes(stage, values, planes)
+        else:
+            products = self.products_of_pieces(head, part, planes)
+        both = sum_products(products, planes.shape[0], self.interpret)
+        n = columns_of(g)
+        parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
+        answers = sum(parts[1:], parts[0])
+        answers = answers * along(load(s["scales"].at[own], COLUMNS), answers.shape, 1)
         if g.readout == "nvfp4":
-            answers = answers * s["numbers"][3, COPY_SCALES + head]
+            answers = answers * s["numbers"][COPY_SCALE, head, 0]
         if g.readout == "fp8_e4m3":
             answers = answers * along(load(s["row_scales"].at[stage, values], VALUES), answers.shape, 0)
-        answers = answers + self.weigh_records(stage, values, answers.shape)
-        h = self.first_head + head
-        if g.tokens == 1:
-            self.answer_one(head, h, stage, values, answers)
-        else:
-            self.answer_many(h, stage, values, answers)
+        return answers
 
-    def multiply(self, products: Iterable[list[Product]], planes: Ref) -> Array:
-        """The sum of products with planes [i N, columns], and of these. [64, N]"""
-        both = sum_products(products, planes.shape[0], self.interpret)
-        n = columns_of(self.g, self.config)
-        parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
-        return sum(parts[1:], parts[0])
+    def answer_one(self, head: Array, stage: Array, weights: Any) -> None:
+        """All values of a head for one query: reads the state, stores answers and values."""
+        g, s, h = self.g, self.s, self.first_head + head
+        if takes_digits(g):
+            x = digits.load(s["digits"].at[head], self.interpret)
+            unit = s["scales"][0, head] * s["numbers"][COPY_SCALE, head, 0]
+        for part in range(g.tiles):
+            values = pl.ds(part * TILE_ROWS, TILE_ROWS)
+            if takes_digits(g):
+                codes = self.codes(stage, values, digits.WORDS)
+                scales = self.block_scales(stage, values, digits.scales_layout(g.key_dim))
+                answers = digits.multiply(codes, scales, x, unit, self.recorded >> 31, self.interpret)
+            else:
+                answers = self.of_head(self.read_tile(head, stage, part), head)
+            if weights is not None:
+                zeros = plgpu.layout_cast(jnp.zeros(answers.shape, f32), MMA_SUM)
+                sources = weigh.live_records(self, s["updates"].at[stage, :, values])
+                answers = answers + self.of_head(weigh.add_sources(self, zeros, sources, weights), head)
+            answer = plgpu.layout_cast(jnp.sum(answers, axis=1), VALUES)
+            if weights is None:
+                answer = weigh.add_records(self, answer, s["updates"].at[stage, :, values], head)
+            value = load(s["values"].at[stage, 0, values], VALUES)
+            answer = answer + value.astype(f32) * s["trace"][0, head, g.window]
+            store(self.out.at[self.b, 0, h, values], answer.astype(g.value_dtype))
+            store(self.pool.update.at[self.slot, h, self.ring.row(self.recorded), values], value)
 
-    def weigh_records(self, stage: Array, values: Any, shape: tuple[int, ...]) -> Array:
-        """What the records add to the answers: their values by the weights in "trace"."""
-        s, ring = self.s, dataclasses.replace(self.ring, update=self.s["updates"].at[stage, :, values])
-        if "weighing" in s:
-            (terms,) = records.sources(ring, None)
-            weights, columns = s["weighing"], range(0, self.g.window, DRAFTS)
-            return self.multiply(([(terms[:, i : i + DRAFTS], weights, pl.ds(i, DRAFTS))] for i in columns), weights)
+    def of_head(self, answers: Array, head: Array) -> Array:
+        """Answers [64, N] to all heads' queries, but those of others zero. In ``MMA_SUM``"""
+        own = iota(answers.shape, 1, STATE) == head
+        return plgpu.layout_cast(jnp.where(own, plgpu.layout_cast(answers, STATE), 0.0), MMA_SUM)
 
-        def one(j: Array, answers: Array) -> Array:
-            row = ring.row(j)
-            value = load(s["updates"].at[stage, row, values], VALUES).astype(f32)
-            return answers + along(value, shape, 0) * along(load(s["trace"].at[row], COLUMNS), shape, 1)
+    def answer_many(self, head: Array, stage: Array) -> None:
+        """All values of a head for all tokens: reads the state, stores answers and values."""
+        g, s, h = self.g, self.s, self.first_head + head
+        weights = weigh.weights_of(self, head)
+        for part in range(g.tiles):
+            values, answers = pl.ds(part * TILE_ROWS, TILE_ROWS), self.read_tile(head, stage, part)
+            updates, of_tokens = s["updates"].at[stage, :, values], s["values"].at[stage, :, values]
+            if weights is not None:
+                sources = [*weigh.live_records(self, updates), weigh.live_tokens(self, of_tokens)]
+                answers = weigh.add_sources(self, plgpu.layout_cast(answers, MMA_SUM), sources, weights)
+                answers = plgpu.layout_cast(answers, STATE)
+            else:
+                answers = weigh.add_one_by_one(self, answers, updates, of_tokens, head)
+            outputs = jnp.where(iota(answers.shape, 1, STATE) < self.length, answers, 0.0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            barrier()
+            if jnp.dtype(g.value_dtype).itemsize == 2:
+                store(s["answers"].T, outputs.astype(g.value_dtype))
+            else:  # what transposes on its way to shared memory takes 16 bits
+                for i in range(g.tokens):
+                    store(s["answers"].at[i], column(outputs, i))
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s["answers"].at[pl.ds(0, g.tokens)], self.out.at[self.b, :, h, values])
 
-        return lax.fori_loop(0, ring.count, one, plgpu.layout_cast(jnp.zeros(shape, f32), STATE))
+        def record(i: Array, carry: None) -> None:
+            row = self.ring.row(self.recorded + i)
+            for part in range(g.tiles):
+                values = pl.ds(part * TILE_ROWS, TILE_ROWS)
+                store(self.pool.update.at[self.slot, h, row, values], load(s["values"].at[stage, i, values], VALUES))
 
-    def answer_one(self, head: Array, h: Array, stage: Array, values: Any, answers: Array) -> None:
-        g, s = self.g, self.s
-        answer = jnp.sum(jnp.where(iota(answers.shape, 1, STATE) == head, answers, 0.0), axis=1)
-        value = load(s["values"].at[stage, 0, values], VALUES)
-        answer = answer + value.astype(f32) * s["trace"][g.window, head]
-        store(self.out.at[self.b, 0, h, values], answer.astype(g.value_dtype))
-        store(self.pool.update.at[self.slot, h, self.ring.row(self.recorded), values], value)
+        lax.fori_loop(0, self.length, record, None)
 
-    def answer_many(self, h: Array, stage: Array, values: Any, answers: Array) -> None:
-        g, s, shape = self.g, self.s, answers.shape
-        for i in range(g.tokens):
-            value = load(s["values"].at[stage, i, values], VALUES)
-            live = iota((TILE_ROWS,), 0, VALUES) < jnp.where(i < self.length, TILE_ROWS, 0)
-            weights = along(load(s["trace"].at[g.window + i], COLUMNS), shape, 1)
-            answers = answers + along(jnp.where(live, value.astype(f32), 0.0), shape, 0) * weights
+    # The state.
 
-            @pl.when(i < self.length)
-            def _(i: int = i, value: Array = value) -> None:
-                store(self.pool.update.at[self.slot, h, self.ring.row(self.recorded + i), values], value)
-
-        outputs = jnp.where(iota(shape, 1, STATE) < self.length, answers, 0.0)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        barrier()
-        if jnp.dtype(g.value_dtype).itemsize == 2:
-            store(s["answers"].T, outputs.astype(g.value_dtype))
-        else:  # what transposes on its way to shared memory takes 16 bits
-            for i in range(g.tokens):
-                store(s["answers"].at[i], column(outputs, i))
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(s["answers"].at[pl.ds(0, g.tokens)], self.out.at[self.b, :, h, values])
-
-    def products(self, stage: Array, values: Any) -> Iterator[list[Product]]:
-        """Products of a tile with the planes, 32 columns at a time."""
-        g, s, planes = self.g, self.s, self.s["planes"]
-        whole = None
+    def products_of_codes(self, stage: Array, values: Any, planes: Ref) -> Iterator[list[Product]]:
+        """Products of 64 rows with the planes, 32 columns at a time."""
+        g = self.g
         if g.readout == "fp8_e4m3":
-            whole = decode.decode_fp8(self.codes(stage, values), self.interpret)
-        if g.readout == "nvfp4":
-            if self.interpret is None:
-                scales = load(s["block_scales"].at[stage, values], decode.block_scales_layout(g.key_dim))
-            else:
-                scales = s["copied_scales"][stage].reshape(g.value_dim, -1)[values.start : values.start + TILE_ROWS]
-            whole = decode.decode_nvfp4(self.codes(stage, values), scales, self.interpret)
+            state = decode.decode_fp8(self.codes(stage, values, decode.words_layout(g.key_dim // 4)), self.interpret)
+        else:
+            scales = self.block_scales(stage, values, decode.block_scales_layout(g.key_dim))
+            state = decode.decode_nvfp4(self.codes(stage, values, decode.words_layout(g.key_dim // 8)), scales, self.interpret)
         for first in range(0, g.key_dim, SWIZZLED):
-            columns = pl.ds(first, SWIZZLED)
-            if whole is not None:
-                yield [(whole[:, first : first + SWIZZLED], planes, columns)]
-                continue
-            if g.readout == "bf16" and self.interpret is not None:
-                state = lax.bitcast_convert_type(s["tile"].at[stage, values, columns][...], bf16)
-            else:
-                state = load(s["numbers_of_tile" if g.readout == "bf16" else "tile"].at[stage, values, columns], STATE)
-            if state.dtype != f32:
-                yield [(state, planes, columns)]
-                continue
-            high, low = split(state)
-            yield [(high, planes, columns), (low, planes, columns)]
+            yield [(state[:, first : first + SWIZZLED], planes, pl.ds(first, SWIZZLED))]
 
-    def codes(self, stage: Array, values: Any) -> Array:
+    def products_of_pieces(self, head: Array, part: int, planes: Ref) -> Iterator[list[Product]]:
+        """The same where the state comes in pieces: the next one is requested in place of one that has been read."""
+        g, s, columns = self.g, self.s, self.config.columns
+        for first in range(0, g.key_dim, columns):
+            piece = self.piece(head, part, first)
+            stage = piece % self.config.pieces
+            plgpu.barrier_wait(s["piece_arrived"].at[stage])
+            for at in range(0, columns, SWIZZLED):
+                own, of_planes = pl.ds(at, SWIZZLED), pl.ds(first + at, SWIZZLED)
+                if g.readout == "bf16" and self.interpret is not None:
+                    state = lax.bitcast_convert_type(s["tile"].at[stage, :, own][...], bf16)
+                else:
+                    state = load(s["numbers_of_tile" if g.readout == "bf16" else "tile"].at[stage, :, own], STATE)
+                terms = split(state) if state.dtype == f32 else [state]
+                yield [(term, planes, of_planes) for term in terms]
+            self.all_have_read()
+            self.request_piece(piece + self.config.pieces)
+
+    def codes(self, stage: Array, values: Any, layout: Any) -> Array:
+        """Codes of a tile as words of 32 bits, as bytes in interpret mode."""
         if self.interpret is not None:
             return self.s["tile"].at[stage, values][...]
-        words = self.s["words"]
-        return load(words.at[stage, values], decode.words_layout(words.shape[-1]))
+        return load(self.s["words"].at[stage, values], layout)
+
+    def block_scales(self, stage: Array, values: Any, layout: Any) -> Array:
+        if self.interpret is not None:
+            return self.s["copied_scales"][stage].reshape(self.g.value_dim, -1)[values.start : values.start + TILE_ROWS]
+        return load(self.s["block_scales"].at[stage, values], layout)

@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 Array = jax.Array
 Ref = Any
@@ -250,9 +254,33 @@ def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: In
 
 def keep(x: Array, live: Array, axis: int) -> Array:
     """A 16-bit ``x`` where ``live``, a mask over ``axis``, and zero elsewhere: one instruction for two elements."""
-    i16 = jnp.int16
-    mask = jnp.where(live, -1, 0).astype(i16)
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, i16) & along(mask, x.shape, axis), x.dtype)
+    return keep_bits(x, mask_of(live), axis)
+
+
+def mask_of(live: Array) -> Array:
+    """All bits of 16 where ``live``, none elsewhere."""
+    return jnp.where(live, -1, 0).astype(jnp.int16)
+
+
+def keep_bits(x: Array, mask: Array, axis: int) -> Array:
+    """``keep`` by a mask from ``mask_of``."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, mask.dtype) & along(mask, x.shape, axis), x.dtype)
+
+
+def opaque(x: Array, layout: Any) -> Array:
+    """A vector of pairs of 16 bits of which the compiler forgets how it was made: it would take masks for conditions."""
+    shape = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
+    def same(context: Any, x: Any) -> Any:
+        word = ir.IntegerType.get_signless(32)
+        registers = np.empty_like(x.registers)
+        for at, register in np.ndenumerate(x.registers):
+            moved = llvm.inline_asm(word, [mgpu_utils.bitcast(register, word)], "mov.b32 $0, $1;", "=r,r")
+            registers[at] = mgpu_utils.bitcast(moved, register.type)
+        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
+
+    return same(x)
 
 
 def split(x: Array, nearest: bool = False) -> tuple[Array, Array]:

@@ -1,0 +1,107 @@
+"""What records and tokens add to a tile's answers: their values by the weights that ``back.take_back`` has found."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper import records, warps
+from pallas_kernels.hopper.place import Place, columns_of
+from pallas_kernels.hopper.readers import DRAFTS
+from pallas_kernels.hopper.tiles import (
+    COLUMNS,
+    MMA_LEFT,
+    MMA_RIGHT,
+    VALUES,
+    Array,
+    Ref,
+    along,
+    bf16,
+    f32,
+    iota,
+    keep_bits,
+    load,
+    mask_of,
+    opaque,
+    split,
+)
+
+
+def weights_of(place: Place, head: Any) -> tuple[Array, Array] | None:
+    """Weights of records and tokens for all columns as the sum of two terms, where the tensor cores take their values.
+
+    Of a head, or of all of them with T = 1. Dead records and tokens that a query does not see have 0. [L or L + 16, N]
+    """
+    g = place.g
+    if g.record_dtype != bf16:
+        return None
+    count, by_source = g.window + (DRAFTS if g.tokens > 1 else 0), MMA_RIGHT.reduce(1)
+    shape = (count, columns_of(g))
+    weights = load(place.s["trace"].at[head, :, pl.ds(0, count)].T, MMA_RIGHT)
+    source = iota((count,), 0, by_source)
+    live = ((source - place.ring.start) & (g.window - 1)) < place.ring.count
+    first_seen = jnp.where(live, 0, shape[1])  # a column sees a record or not, and of tokens those up to its own
+    if g.tokens > 1:
+        first_seen = jnp.where(source < g.window, first_seen, source - g.window)
+    seen = along(first_seen, shape, 0) <= along(iota(shape[1:], 0, MMA_RIGHT.reduce(0)), shape, 1)
+    return split(jnp.where(seen, weights, 0.0), nearest=True)
+
+
+def live_records(place: Place, updates: Ref) -> list[Array]:
+    """Values of records [64, 16] each, dead ones zero."""
+    rows = range(0, place.g.window, DRAFTS)
+    return [_live(place, updates, pl.ds(first, DRAFTS), place.ring.start - first, place.ring.count) for first in rows]
+
+
+def live_tokens(place: Place, values: Ref) -> Array:
+    """Values of tokens [64, 16], those past the row's length zero."""
+    return _live(place, values, pl.ds(0, DRAFTS), jnp.int32(0), place.length)
+
+
+def _live(place: Place, values: Ref, rows: Any, start: Array, count: Array) -> Array:
+    """[64, 16] of rows [16, 64], zero where they are not among the ``count`` from ``start`` on in a ring."""
+    layout = MMA_LEFT.reduce(0)
+    mask = mask_of(((iota((DRAFTS,), 0, layout) - start) & (place.g.window - 1)) < count)
+    mask = mask if place.interpret is not None else opaque(mask, layout)
+    return keep_bits(load(values.at[rows].T, MMA_LEFT), mask, 1)
+
+
+def add_sources(place: Place, total: Array, sources: list[Array], weights: tuple[Array, Array]) -> Array:
+    """total [64, N] and what sources add to all columns."""
+    for i, source in enumerate(sources):
+        for term in weights:
+            of_source = term[i * DRAFTS : (i + 1) * DRAFTS]
+            total = records.add_product(total, source, of_source, place.interpret)
+    return total
+
+
+def add_records(place: Place, answer: Array, updates: Ref, head: Array) -> Array:
+    """Adds what the records are to one query. [64]"""
+
+    def one(j: Array, answer: Array) -> Array:
+        row = place.ring.row(j)
+        return answer + load(updates.at[row], VALUES).astype(f32) * place.s["trace"][0, head, row]
+
+    return lax.fori_loop(0, place.ring.count, one, answer)
+
+
+def add_one_by_one(place: Place, answers: Array, updates: Ref, values: Ref, head: Array) -> Array:
+    """Adds what records and tokens are to all queries, where the tensor cores do not take them. [64, N]"""
+    shape, trace = answers.shape, place.s["trace"].at[head]
+
+    def weights(source: Array) -> Array:
+        return warps.load_columns(trace.at[:, pl.ds(source, 1)], place.interpret)
+
+    def add(answers: Array, value: Array, weights: Array) -> Array:
+        return answers + along(value.astype(f32), shape, 0) * along(weights, shape, 1)
+
+    def record(j: Array, answers: Array) -> Array:
+        row = place.ring.row(j)
+        return add(answers, load(updates.at[row], VALUES), weights(row))
+
+    def token(i: Array, answers: Array) -> Array:
+        seen = jnp.where(iota(shape[1:], 0, COLUMNS) >= i, weights(place.g.window + i), 0.0)
+        return add(answers, load(values.at[i], VALUES), seen)
+
+    return lax.fori_loop(0, place.length, token, lax.fori_loop(0, place.ring.count, record, answers))
