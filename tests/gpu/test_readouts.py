@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
+from pallas_kernels.hopper import place
 from replayssm_jax import replay_pallas
 from tests.cases import Case, make_tokens
 from tests.compare import relative_error, same_bits
@@ -54,7 +55,9 @@ families = pytest.mark.parametrize("case", [GDN, KDA, MAMBA2], ids=lambda case: 
 
 @with_formats
 @pytest.mark.parametrize("tokens", [1, 5, 9])
-def test_verify(case, tokens, rng):
+def test_verify(case, tokens, rng, monkeypatch):
+    if tokens < 9:  # cut as for many rows: several heads a warpgroup
+        monkeypatch.setattr(place, "_MULTIPROCESSORS", 1)
     if 2 * tokens > case.window:
         case = dataclasses.replace(case, window=32)
     assert_read_is_right(case, rng, tokens, 2e-5)
