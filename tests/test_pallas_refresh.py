@@ -51,8 +51,9 @@ def test_refresh(case, rng, no_races):
 def test_a_block_that_serves_several_heads(case, readout, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
     refresh_module = importlib.import_module("pallas_kernels.hopper.refresh")
-    monkeypatch.setattr(refresh_module, "_BLOCKS", 2)
-    monkeypatch.setattr(refresh_module, "_THIRD_KB", 0)
+    monkeypatch.setattr(refresh_module, "_MULTIPROCESSORS", 1)
+    if readout != "nvfp4":
+        monkeypatch.setattr(refresh_module, "_held", lambda g: 1)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 

@@ -10,12 +10,12 @@ record i at the last one and D what is left of the checkpoint then,
 A channel gate decays channels of keys, not rows: E_i, E_ij and F_i then go into the keys. Decays are multiplied up or their
 logarithms summed over the records in between, never divided or subtracted.
 
-Every operand is cut into as many bfloat16 terms, up to three, as hold it exactly, and products of terms are left out from 2^-24 of
-the largest on. The system is solved by substitution: the powers of A that a product of inverses would need may cancel.
+Every operand is cut into as many bfloat16 terms, up to three, as hold it exactly, and products of terms are left out from 2^-24
+of the largest on. The system is solved by substitution: the powers of A that a product of inverses would need may cancel.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -99,8 +99,8 @@ def scratch(g: Geometry) -> dict[str, Any]:
     if not g.channel_gate:
         return keys | numbers
     decays, total = plgpu.SMEM((g.window, g.key_dim), f32), {"total": plgpu.SMEM((g.key_dim,), f32)}
-    gates = one_of({"decays": decays, "readers": [plane] * _TERMS}) if g.delta_rule else {"decays": decays}
-    return keys | numbers | gates | total
+    readers = {"readers": [plane] * _TERMS} if g.delta_rule else {}
+    return keys | numbers | {"decays": decays} | readers | total
 
 
 def prepare(fold: Fold) -> None:
@@ -152,20 +152,25 @@ def weigh(fold: Fold, tile: Ref, values: Array) -> Array:
     return sum_products(products, g.window, fold.interpret)
 
 
-def folded(fold: Fold, tile: Ref, weights: Array) -> Iterator[tuple[int, Array]]:
-    """A tile after the records, by pieces: their first columns and the state there, [64, 32] float32."""
+def fold_tile[T](fold: Fold, tile: Ref, weights: Array, one: Callable[[Array, Array, T], T], carry: T) -> T:
+    """``carry = one(first column, state after the records, carry)`` for each piece [64, 32] float32 of a tile, in order."""
     g, terms = fold.g, split_exactly(weights)
-    width = max(n for n in range(SWIZZLED, (65 if g.channel_gate else 129), SWIZZLED) if g.key_dim % n == 0)
-    for start in range(0, g.key_dim, width):
-        update = _sum_by_record(_pairs(terms, fold.planes), pl.ds(start, width), fold.interpret)
+    width = 32 if g.key_dim % 64 else 64
+
+    def some(i: Array, carry: T) -> T:
+        update = _sum_by_record(_pairs(terms, fold.planes), pl.ds(i * width, width), fold.interpret)
         for at in range(0, width, SWIZZLED):
-            columns = pl.ds(start + at, SWIZZLED)
+            first = i * width + at
+            columns = pl.ds(first, SWIZZLED)
             state = load(tile.at[:, columns], STATE).astype(f32)
             if fold.total is None:
                 remains = fold.numbers[TOTAL, 0]
             else:
                 remains = along(load(fold.total.at[columns], COLUMNS), state.shape, 1)
-            yield start + at, state * remains + update[:, at : at + SWIZZLED]
+            carry = one(first, state * remains + update[:, at : at + SWIZZLED], carry)
+        return carry
+
+    return lax.fori_loop(0, g.key_dim // width, some, carry)
 
 
 def _pairs(terms: Any, planes: list[Ref]) -> list[tuple[Array, Ref]]:
@@ -328,7 +333,6 @@ def _decay_channels(fold: Fold) -> None:
     barrier()
     readers = jnp.where(along(age < ring.count, shape, 0), load(fold.decays, SQUARE), 0.0)
     store(fold.system, _weighted(fold, load(fold.system, SQUARE)))
-    barrier()  # everybody has read what the terms overwrite
     for plane, term in zip(fold.readers, split_exactly(readers), strict=True):
         store(plane, term)
 

@@ -69,8 +69,8 @@ def nothing_seen() -> Array:
 def see(seen: Array, x: Array) -> Array:
     """The largest magnitude of each row, some more columns taken in. What is not finite does not count.
 
-    Magnitudes 2 m + 2^24 are ordered like m as unsigned numbers, in which infinity and NaN come round to the lowest; with the top
-    bit turned they are so as signed ones.
+    Magnitudes m as 2 m + 2^24 are unsigned numbers, ordered alike, in which infinity and NaN come round to the lowest; with the
+    top bit turned they are signed ones.
 
     Args:
         seen: so far. [64] int32
@@ -113,15 +113,19 @@ def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
     _each_piece(tile, one, None)
 
 
-def encode_nvfp4(tile: Ref, inverse: Array, put: Callable[[Array, Array, Array], None], interpret: Interpret) -> None:
-    """A tile [64, K] and 1 / scale of its head, alike [64] -> ``put(first column, codes [64, n / 2], block scales [64, n / 16])``"""
-    n = encode.columns_at_once(tile.shape[1])
+def encode_nvfp4(tile: Ref, inverse: Array, codes: Ref, block_scales: Ref, interpret: Interpret) -> None:
+    """A tile [64, K] and 1 / scale of its head, alike [64] float32 -> [64, K / 2] and [64, K / 16] uint8, in any memory"""
+    rows, columns = encode.piece(tile.shape[1])
+    across = tile.shape[1] // columns
 
     def one(i: Array, carry: None) -> None:
-        x = load(tile.at[:, pl.ds(i * n, n)], encode.blocks_layout(n)).astype(f32)
-        put(i * n, *encode.encode_nvfp4(x, inverse, interpret))
+        own, first = pl.ds(i // across * rows, rows), i % across * columns
+        x = load(tile.at[own, pl.ds(first, columns)], encode.blocks_layout((rows, columns))).astype(f32)
+        some_codes, some_scales = encode.encode_nvfp4(x, inverse, interpret)
+        store(codes.at[own, pl.ds(first // 2, columns // 2)], some_codes)
+        store(block_scales.at[own, pl.ds(first // SCALE_BLOCK, columns // SCALE_BLOCK)], some_scales)
 
-    lax.fori_loop(0, tile.shape[1] // n, one, None)
+    lax.fori_loop(0, TILE_ROWS // rows * across, one, None)
 
 
 def _each_piece[T](tile: Ref, one: Callable[[Array, Array, T], T], carry: T) -> T:
@@ -148,7 +152,7 @@ def power_of_two_scale(largest: Array, limit: float) -> tuple[Array, Array]:
 
 
 def most(largest: Array, line: Ref, interpret: Interpret) -> Array:
-    """The largest of a tile's rows, in all of them. [64] int32, not negative, through shared memory [64] float32 -> [64] int32"""
+    """The largest of a tile's rows, in all of them. [64] int32, not negative, by way of a line [64] float32 -> [64] int32"""
     store(line, _float(largest))
     barrier()
     layout = channels_layout(TILE_ROWS)

@@ -1,13 +1,13 @@
-"""How a tile becomes nvfp4: a thread takes whole blocks of 16, so that their scale is worked out once and nothing crosses lanes.
+"""How a tile becomes nvfp4: a thread takes whole blocks of 16, so that a scale is worked out once and nothing crosses lanes.
 
-With s = |x| / scale, exact, and r the block's scale, a code of e2m1 is the quotient q = s / r, piece by piece a line, rounded to an
-integer, ties to even:
+With s = |x| / scale, exact, and r the block's scale, a code of e2m1 is the quotient q = s / r, stretched piece by piece and
+rounded to an integer, ties to even:
 
     code = round(min(2 q, q + 2, q / 2 + 4, 7))
 
-which adding 1.5 * 2^23 does. Where s is r times halfway between two codes, q has to be that number exactly, and nowhere else: with
-1 / r as the sum of two float32 and one fused multiply-add it is s / r rounded correctly, and no two s share a q that has as few
-digits, as r has but four.
+which adding 1.5 * 2^23 does. Where s is r times a halfway point, q has to be that point exactly, and nowhere else: with 1 / r as
+the sum of two float32 and one fused multiply-add, q is s / r rounded correctly, and as r has only four significant bits, no other
+s is close enough to share a q that has as few.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from pallas_kernels.hopper.tiles import TILE_ROWS, VALUES, Array, Interpret
+from pallas_kernels.hopper.tiles import VALUES, Array, Interpret
 from pallas_kernels.small_floats import E2M1_HALFWAY, E4M3, LARGEST_SCALED, NOT_FINITE, SCALE_BLOCK, round_to
 
 _ROUND = 1.5 * 2.0**23  # floats from here on are integers, so that adding it rounds
@@ -32,30 +32,23 @@ _ROUNDS_PACKED = int(np.uint32(sum(_ROUND_BITS << (4 * i) for i in range(_PACKED
 _LIMIT = float(np.int32(LARGEST_SCALED).view(np.float32))
 
 
-def columns_at_once(key_dim: int) -> int:
-    """Columns of a tile that are encoded together."""
-    return 32 if key_dim % 64 else 64
+def piece(key_dim: int) -> tuple[int, int]:
+    """Rows and columns of a tile [64, K] that are encoded together: a block for each thread."""
+    return (64, 32) if key_dim % 64 else (32, 64)
 
 
-def blocks_layout(columns: int) -> Any:
-    """[64, columns]: a lane has whole blocks; eight neighbouring lanes have those of eight rows, one below the other."""
-    if columns == 32:
-        return _tiled(((64, 32), (16, 32), (8, 16), (4,)), (-5, -4, -3), -7)
-    return _tiled(((32, 64), (8, 64), (8, 16), (4,)), (-4, -3), -7)
+def blocks_layout(shape: tuple[int, int]) -> Any:
+    """A piece: eight neighbouring lanes have blocks of eight rows, one below the other, as swizzled memory likes it."""
+    if shape == (32, 64):
+        return _tiled(((32, 64), (8, 64), (8, 16), (4,)), (-4, -3), -7)
+    return _tiled(((64, 32), (16, 32), (8, 16), (4,)), (-5, -4, -3), -7)
 
 
-def _codes_layout(columns: int) -> Any:
-    """[64, columns / 2] bytes, the codes of ``blocks_layout``."""
-    if columns == 32:
-        return _tiled(((64, 16), (16, 16), (8, 8)), (-4, -3, -2), -6)
-    return _tiled(((32, 32), (8, 32), (8, 8)), (-3, -2), -6)
-
-
-def _scales_layout(columns: int) -> Any:
-    """[64, columns / 16] bytes, the scales of ``blocks_layout``."""
-    if columns == 32:
-        return _tiled(((64, 2), (16, 2), (8, 1)), (-4, -3, -2), -6)
-    return _tiled(((32, 4), (8, 4), (8, 1)), (-3, -2), -6)
+def _bytes_layout(shape: tuple[int, int], block: int) -> Any:
+    """What becomes of a piece, ``block`` bytes of each block."""
+    if shape == (32, 64):
+        return _tiled(((32, 4 * block), (8, 4 * block), (8, block)), (-3, -2), -6)
+    return _tiled(((64, 2 * block), (16, 2 * block), (8, block)), (-4, -3, -2), -6)
 
 
 def _tiled(tiles: tuple[tuple[int, ...], ...], lanes: tuple[int, ...], warps: int) -> Any:
@@ -63,60 +56,51 @@ def _tiled(tiles: tuple[tuple[int, ...], ...], lanes: tuple[int, ...], warps: in
 
 
 def encode_nvfp4(x: Array, inverse: Array, interpret: Interpret) -> tuple[Array, Array]:
-    """Some columns of a tile as codes and block scales.
+    """A piece of a tile as codes and block scales.
 
     Args:
-        x: in ``blocks_layout``. [64, n] float32
+        x: in ``blocks_layout``. [m, n] float32
         inverse: 1 / scale of the head, alike everywhere. [64] float32
         interpret: parameters of interpret mode.
 
     Returns:
-        [64, n / 2] and [64, n / 16] uint8.
+        [m, n / 2] and [m, n / 16] uint8.
     """
-    n = x.shape[1]
+    shape = x.shape
     if interpret is not None:
         return _encode_by_comparing(x, inverse[0])
 
-    @plgpu.inline_mgpu(
-        arg_types=(blocks_layout(n), VALUES),
-        return_type=(
-            plgpu.ShapeDtypeStruct((TILE_ROWS, n // 2), jnp.dtype(jnp.uint8), layout=_codes_layout(n)),
-            plgpu.ShapeDtypeStruct((TILE_ROWS, n // SCALE_BLOCK), jnp.dtype(jnp.uint8), layout=_scales_layout(n)),
-        ),
-    )
+    def like(block: int) -> Any:
+        columns = shape[1] // SCALE_BLOCK * block
+        return plgpu.ShapeDtypeStruct((shape[0], columns), jnp.dtype(jnp.uint8), layout=_bytes_layout(shape, block))
+
+    @plgpu.inline_mgpu(arg_types=(blocks_layout(shape), VALUES), return_type=(like(8), like(1)))
     def encode(context: Any, x: Any, inverse: Any) -> tuple[Any, Any]:
         inverse = _element(inverse.registers.flat[0], 0)
-        blocks = [[_element(four, i) for four in fours for i in range(4)] for fours in x.registers.reshape(-1, 4)]
-        sizes = [[math.absf(arith.mulf(number, inverse)) for number in block] for block in blocks]
-        largest = [_largest(block) for block in sizes]
-        finite = [arith.cmpi(arith.CmpIPredicate.slt, most, _i32(NOT_FINITE)) for most in largest]
-        limit = _bits(arith.mulf(_f32(_LIMIT), inverse))
-        sixths = [arith.mulf(_float(arith.minsi(most, limit)), _f32(1 / 6)) for most in largest]
-        scales, units = [], []
-        for i in range(0, len(sixths), 2):
-            two = _to_e4m3(*(sixths[i : i + 2] * 2)[:2])
-            scales += [two, arith.shrui(two, mgpu.c(8, two.type))]
-            units += _from_e4m3(two)
-        codes = [_block_codes(*of_block) for of_block in zip(blocks, sizes, units, finite, strict=False)]
+        numbers = [_element(four, i) for four in x.registers.flat for i in range(4)]
+        sizes = [math.absf(arith.mulf(number, inverse)) for number in numbers]
+        largest = _largest(sizes)
+        finite = arith.cmpi(arith.CmpIPredicate.slt, largest, _i32(NOT_FINITE))
+        largest = arith.minsi(largest, _bits(arith.mulf(_f32(_LIMIT), inverse)))
+        scale = _to_e4m3(arith.mulf(_float(largest), _f32(1 / 6)))
+        codes = _block_codes(numbers, sizes, _from_e4m3(scale), finite)
         byte = ir.IntegerType.get_signless(8)
-        nan = mgpu.c(E4M3.nan, byte)
-        scales = [arith.select(real, arith.trunci(byte, code), nan) for real, code in zip(finite, scales, strict=False)]
-        scales = [vector.broadcast(ir.VectorType.get((1,), byte), code) for code in scales]
-        return _array(codes, _codes_layout(n), n // 2), _array(scales, _scales_layout(n), n // SCALE_BLOCK)
+        scale = arith.select(finite, arith.trunci(byte, scale), mgpu.c(E4M3.nan, byte))
+        return _array(codes, like(8)), _array(vector.broadcast(ir.VectorType.get((1,), byte), scale), like(1))
 
     return encode(x, inverse)
 
 
 def _encode_by_comparing(x: Array, inverse: Array) -> tuple[Array, Array]:
     """``encode_nvfp4`` as ``replayssm_jax.readout`` has it."""
-    sizes = jnp.abs(x * inverse).reshape(TILE_ROWS, -1, SCALE_BLOCK)
+    sizes = jnp.abs(x * inverse).reshape(x.shape[0], -1, SCALE_BLOCK)
     largest = jnp.max(sizes, axis=-1)
     codes = round_to(jnp.minimum(largest, _LIMIT * inverse) * np.float32(1 / 6), E4M3)
     scales = jnp.where(largest < jnp.inf, codes, E4M3.nan).astype(jnp.uint8)
     unit = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
     past = [sizes > unit * half if n % 2 == 0 else sizes >= unit * half for n, half in enumerate(E2M1_HALFWAY)]
     sign = lax.bitcast_convert_type(x, jnp.uint32).reshape(sizes.shape) >> 31
-    code = jnp.where(unit > 0, sum(p.astype(jnp.uint32) for p in past) | (sign << 3), 0).reshape(TILE_ROWS, -1, 2)
+    code = jnp.where(unit > 0, sum(p.astype(jnp.uint32) for p in past) | (sign << 3), 0).reshape(x.shape[0], -1, 2)
     return (code[..., 0] | (code[..., 1] << 4)).astype(jnp.uint8), scales
 
 
@@ -158,22 +142,22 @@ def _rounded(quotient: Any) -> Any:
     return code
 
 
-def _to_e4m3(first: Any, second: Any) -> Any:
+def _to_e4m3(x: Any) -> Any:
     word = ir.IntegerType.get_signless(16)
-    return llvm.inline_asm(word, [second, first], "cvt.rn.satfinite.e4m3x2.f32 $0, $1, $2;", "=h,f,f")
+    return llvm.inline_asm(word, [x], "cvt.rn.satfinite.e4m3x2.f32 $0, 0f00000000, $1;", "=h,f")
 
 
-def _from_e4m3(two: Any) -> list[Any]:
+def _from_e4m3(code: Any) -> Any:
     word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
-    both = mgpu_utils.bitcast(llvm.inline_asm(word, [two], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h"), pair)
-    return [arith.extf(ir.F32Type.get(), _element(both, i)) for i in range(2)]
+    both = mgpu_utils.bitcast(llvm.inline_asm(word, [code], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h"), pair)
+    return arith.extf(ir.F32Type.get(), _element(both, 0))
 
 
-def _array(registers: list[Any], layout: Any, columns: int) -> Any:
-    """Bytes [64, columns]."""
-    target, every = layout.to_mgpu(), np.empty(len(registers), dtype=object)
-    every[:] = registers
-    shape = target.registers_shape((TILE_ROWS, columns))
+def _array(register: Any, like: Any) -> Any:
+    """An array of one register a thread."""
+    target, every = like.layout.to_mgpu(), np.empty(1, dtype=object)
+    every[0] = register
+    shape = target.registers_shape(like.shape)
     return fragmented_array.FragmentedArray(_registers=every.reshape(shape), _layout=target, _is_signed=False)
 
 

@@ -8,7 +8,7 @@ busy, and none cost the start of the blocks.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -38,7 +38,6 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
-from pallas_kernels.small_floats import SCALE_BLOCK
 
 _MULTIPROCESSORS, _SHARED_KB = 132, 227
 
@@ -71,20 +70,33 @@ def refresh(
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
         streams, first_head, *own = refs[4:]
         call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
-        block = lax.axis_index("block")
+        block, buffers = lax.axis_index("block"), _Buffers(**named(scratch))
 
         def some_rows(i: Array, before: Array) -> Array:
             first = i * due.ROWS_AT_ONCE
             words = due.due_rows(call.rows, first, g, more_than, interpret)
             count = due.count_rows(words, interpret)
-            mine = lax.rem(block + (before * g.value_heads // blocks + 1) * blocks - before * g.value_heads, blocks)
+            mine = lax.rem(block + blocks - lax.rem(before * g.value_heads, blocks), blocks)
+            heads = (count * g.value_heads - mine + blocks - 1) // blocks
 
-            def one(i: Array, carry: None) -> None:
+            def find(i: Array) -> _Head:
                 item = mine + i * blocks
-                row = first + due.nth_row(words, item // g.value_heads, interpret)
-                _refresh_head(call, call.rows.slots[row], item % g.value_heads, **named(scratch))
+                return _Head.of(call, first + due.nth_row(words, item // g.value_heads, interpret), item % g.value_heads)
 
-            lax.fori_loop(0, (count * g.value_heads - mine + blocks - 1) // blocks, one, None)
+            def one(i: Array, numbers: tuple[Array, ...]) -> tuple[Array, ...]:
+                following = find(jnp.minimum(i + 1, heads - 1))
+                _refresh_head(call, buffers, _Head(*numbers), following, i + 1 < heads)
+                return tuple(following)
+
+            @pl.when(heads > 0)
+            def _() -> None:
+                head = find(jnp.int32(0))
+                _request_head(call, buffers, head)
+                _request_updates(call, buffers, head, 0)
+                for tile in range(buffers.held):
+                    _request_tile(call, buffers, head, tile, tile)
+                lax.fori_loop(0, heads, one, tuple(head))
+
             return before + count
 
         lax.fori_loop(0, -(-g.rows // due.ROWS_AT_ONCE), some_rows, jnp.int32(0))
@@ -128,6 +140,71 @@ class _Call:
     interpret: Interpret
 
 
+class _Head(NamedTuple):
+    """A value head of a slot whose records are to be folded."""
+
+    slot: Array
+    h: Array
+    count: Array  # committed records
+    origin: Array  # tokens folded so far
+
+    @staticmethod
+    def of(call: _Call, row: Array, h: Array) -> "_Head":
+        slot = call.rows.slots[row]
+        return _Head(slot, h, call.rows.length[slot], call.rows.origin[slot])
+
+    @property
+    def position(self) -> Array:
+        """Tokens folded when this has been."""
+        return self.origin + self.count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Buffers:
+    """Shared memory of a block, see ``_scratch``."""
+
+    tiles: Ref
+    updates: Ref
+    numbers: Ref
+    planes: list[Ref]
+    head_arrived: Ref
+    tile_arrived: Ref
+    updates_arrived: Ref
+    keys: Ref | None = None
+    decays: Ref | None = None
+    readers: list[Ref] | None = None
+    total: Ref | None = None
+    system: Ref | None = None
+    inverse: Ref | None = None
+    codes: Ref | None = None
+    block_scales: Ref | None = None
+
+    @property
+    def held(self) -> int:
+        return self.tiles.shape[0]
+
+    def ring(self, head: _Head, g: Geometry) -> Ring:
+        weights, _, log_decays = (self.numbers.at[n, pl.ds(0, g.window)] for n in range(3))
+        keys = self.planes[0] if self.keys is None else self.keys
+        log_decays = log_decays if self.decays is None else self.decays
+        return Ring(keys, [keys], self.updates, log_decays, None, weights, head.origin & (g.window - 1), head.count, g.window)
+
+    def fold(self, head: _Head, g: Geometry, interpret: Interpret) -> Fold:
+        readers = self.readers or self.planes
+        return Fold(
+            self.ring(head, g),
+            self.planes,
+            readers,
+            self.decays,
+            self.total,
+            self.system,
+            self.inverse,
+            self.numbers,
+            g,
+            interpret,
+        )
+
+
 def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
     """Shared memory of a block, for ``held`` tiles at a time."""
     held = _held(g) if held is None else held
@@ -159,122 +236,127 @@ def _shared_kb(g: Geometry, held: int | None = None) -> int:
     return kilobytes(_scratch(g, held), reductions=False)
 
 
-def _refresh_head(
-    call: _Call,
-    slot: Array,
-    h: Array,
-    *,
-    tiles: Ref,
-    updates: Ref,
-    numbers: Ref,
-    planes: list[Ref],
-    head_arrived: Ref,
-    tile_arrived: Ref,
-    updates_arrived: Ref,
-    keys: Ref | None = None,
-    decays: Ref | None = None,
-    readers: list[Ref] | None = None,
-    total: Ref | None = None,
-    system: Ref | None = None,
-    inverse: Ref | None = None,
-    **copy: Ref,
-) -> None:
-    """Folds the records of one value head of one slot, and stores what becomes of it."""
-    g, pool, interpret = call.g, call.pool, call.interpret
-    count, origin, held = call.rows.length[slot], call.rows.origin[slot], tiles.shape[0]
-    weights, factors, log_decays = (numbers.at[n, pl.ds(0, g.window)] for n in range(3))
-    keys, log_decays = planes[0] if keys is None else keys, log_decays if decays is None else decays
-    ring = Ring(keys, [keys], updates, log_decays, None, weights, origin & (g.window - 1), count, g.window)
-    fold = Fold(ring, planes, readers or planes, decays, total, system, inverse, numbers, g, interpret)
-
-    def request_tile(t: Any, i: Any) -> None:
-        own = pl.ds(t * g.tile_rows, g.tile_rows)
-        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, own], tiles.at[i, pl.ds(0, g.tile_rows)], tile_arrived.at[i])
-
-    def request_updates(t: Any) -> None:
-        records.request_updates(pool, slot, h, t * g.tile_rows, ring, g, RING_CHUNK, updates_arrived, interpret)
-
-    records.request_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, head_arrived, interpret)
-    records.request_decays(pool, slot, h, ring, g, RING_CHUNK, head_arrived, interpret)
+def _request_head(call: _Call, buffers: _Buffers, head: _Head) -> None:
+    """Starts copying what all tiles of a head need."""
+    g, pool, ring = call.g, call.pool, buffers.ring(head, call.g)
+    arrived, key_head = buffers.head_arrived, head.h // g.group_size
+    records.request_keys(pool, head.slot, key_head, ring, RING_CHUNK, arrived, call.interpret)
+    records.request_decays(pool, head.slot, head.h, ring, g, RING_CHUNK, arrived, call.interpret)
     if pool.factor is not None:
-        plgpu.copy_gmem_to_smem(pool.factor.at[slot, h // g.group_size], factors, head_arrived)
-    request_updates(0)
-    for i in range(held):
-        request_tile(i, i)
-    plgpu.barrier_wait(head_arrived)
+        factors = buffers.numbers.at[blocked.FACTORS, pl.ds(0, g.window)]
+        plgpu.copy_gmem_to_smem(pool.factor.at[head.slot, key_head], factors, arrived)
+
+
+def _request_updates(call: _Call, buffers: _Buffers, head: _Head, t: Any) -> None:
+    g, ring, arrived = call.g, buffers.ring(head, call.g), buffers.updates_arrived
+    records.request_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived, call.interpret)
+
+
+def _request_tile(call: _Call, buffers: _Buffers, head: _Head, t: Any, i: int) -> None:
+    g, target = call.g, buffers.tiles.at[i, pl.ds(0, call.g.tile_rows)]
+    source = call.pool.checkpoint.at[head.slot, head.h, pl.ds(t * g.tile_rows, g.tile_rows)]
+    plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
+
+
+def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head, more: Array) -> None:
+    """Folds the records of a value head and stores what becomes of it.
+
+    Everything it needs has been requested before; what it has done with it requests for the head that follows, if there is one.
+    """
+    g, held = call.g, buffers.held
+    fold = buffers.fold(head, g, call.interpret)
+
+    def request_head() -> None:
+        @pl.when(more)
+        def _() -> None:
+            _request_head(call, buffers, following)
+
+    plgpu.barrier_wait(buffers.head_arrived)
     blocked.prepare(fold)
+    if not blocked.takes_keys(g):
+        request_head()
 
     def one_tile(t: Any, seen: Array) -> Array:
         i = t if held == g.tiles else 0
-        plgpu.barrier_wait(updates_arrived)
+        plgpu.barrier_wait(buffers.updates_arrived)
         values = blocked.values_of(fold)
-        plgpu.commit_smem()  # everybody has read what the next tile's overwrite
+        plgpu.commit_smem()  # everybody has read what is overwritten now
 
         @pl.when(t + 1 < g.tiles)
         def _() -> None:
-            request_updates(t + 1)
+            _request_updates(call, buffers, head, t + 1)
 
-        plgpu.barrier_wait(tile_arrived.at[i])
-        tile = tiles.at[i]
-        for first, state in blocked.folded(fold, tile, blocked.weigh(fold, tile, values)):
-            piece = _rounded(call, state, slot, h, t * g.tile_rows, first, origin + count)
+        @pl.when((t + 1 == g.tiles) & more)
+        def _() -> None:
+            _request_updates(call, buffers, following, 0)
+
+        plgpu.barrier_wait(buffers.tile_arrived.at[i])
+        tile = buffers.tiles.at[i]
+
+        def round_piece(first: Array, state: Array, seen: Array) -> Array:
+            piece = _rounded(call, head, state, t * g.tile_rows, first)
             store(tile.at[:, pl.ds(first, SWIZZLED)], piece)
-            if g.readout in ("fp8_e4m3", "nvfp4"):
-                seen = copies.see(seen, piece.astype(f32))
-        _store_tile(call, tile, seen, slot, h, t, numbers, copy)
+            return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
+
+        seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
+        _store_tile(call, buffers, head, t, tile, seen)
         if held < g.tiles:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
 
             @pl.when(t + 1 < g.tiles)
             def _() -> None:
-                request_tile(t + 1, 0)
+                _request_tile(call, buffers, head, t + 1, 0)
 
         return seen if g.readout == "nvfp4" else copies.nothing_seen()
 
     seen = lax.fori_loop(0, g.tiles, one_tile, copies.nothing_seen())
+    if blocked.takes_keys(g):
+        request_head()
     if g.readout == "nvfp4":
-        _copy_nvfp4(call, tiles, seen, slot, h, numbers, **copy)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.commit_smem()  # the next head's copies overwrite what has been read and written here
+        _copy_nvfp4(call, buffers, head, seen)
+    for i in range(held):
+        plgpu.wait_smem_to_gmem(held - 1 - i, wait_read_only=True)
+        plgpu.commit_smem()
+
+        @pl.when(more)
+        def _(i: int = i) -> None:
+            _request_tile(call, buffers, following, i, i)
 
 
-def _rounded(call: _Call, state: Array, slot: Array, h: Array, first_value: Any, first: int, position: Array) -> Array:
+def _rounded(call: _Call, head: _Head, state: Array, first_value: Any, first: Array) -> Array:
     """The one rounding, of a tile's piece. [64, 32] float32 -> checkpoint dtype"""
     g = call.g
     if g.rounding == "nearest" or g.checkpoint_dtype == f32:
         return round_to_checkpoint(state, g.checkpoint_dtype)
     row, column = (iota(state.shape, axis, STATE) for axis in (0, 1))
-    element = (first_value + row) * g.key_dim + (first + column)
-    return copies.round_by_chance(state, g, call.streams[slot], position, call.first_head[0] + h, element)
+    element, number = (first_value + row) * g.key_dim + (first + column), call.first_head[0] + head.h
+    return copies.round_by_chance(state, g, call.streams[head.slot], head.position, number, element)
 
 
-def _store_tile(
-    call: _Call, tile: Ref, seen: Array, slot: Array, h: Array, t: Array, numbers: Ref, copy: dict[str, Ref]
-) -> None:
+def _store_tile(call: _Call, buffers: _Buffers, head: _Head, t: Array, tile: Ref, seen: Array) -> None:
     """Starts storing a tile of the checkpoint, and of its copy but for nvfp4."""
-    g, pool, scales = call.g, call.pool, numbers.at[SCALES]
-    values = pl.ds(t * g.tile_rows, g.tile_rows)
-    if g.readout == "bf16":
-        copies.encode_bf16(tile, copy["codes"])
-    if g.readout == "fp8_e4m3":
-        copies.encode_fp8(tile, copies.largest(seen, g), copy["codes"], scales)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, g.tile_rows)], pool.checkpoint.at[slot, h, values])
+    g, pool, scales = call.g, call.pool, buffers.numbers.at[SCALES]
+    values, codes = pl.ds(t * g.tile_rows, g.tile_rows), buffers.codes
+    payload: Any = pool.payload
     if g.readout in ("bf16", "fp8_e4m3"):
-        _store_codes(call, copy["codes"], slot, h, values)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's codes have been read
+        barrier()
+    if g.readout == "bf16":
+        copies.encode_bf16(tile, codes)
+    if g.readout == "fp8_e4m3":
+        copies.encode_fp8(tile, copies.largest(seen, g), codes, scales)
+    plgpu.commit_smem()
+    if g.readout in ("bf16", "fp8_e4m3"):
+        plgpu.copy_smem_to_gmem(codes.at[pl.ds(0, g.tile_rows)], payload.at[head.slot, head.h, values])
     if g.readout == "fp8_e4m3" and pool.scale is not None:
-        copies.store_rows(scales, pool.scale.at[slot, h, values])
+        copies.store_rows(scales, pool.scale.at[head.slot, head.h, values])
+    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, g.tile_rows)], pool.checkpoint.at[head.slot, head.h, values])
 
 
-def _store_codes(call: _Call, codes: Ref, slot: Array, h: Array, values: Any) -> None:
-    payload: Any = call.pool.payload
-    plgpu.copy_smem_to_gmem(codes.at[pl.ds(0, call.g.tile_rows)], payload.at[slot, h, values])
-
-
-def _copy_nvfp4(call: _Call, tiles: Ref, seen: Array, slot: Array, h: Array, numbers: Ref, **staged: Ref) -> None:
+def _copy_nvfp4(call: _Call, buffers: _Buffers, head: _Head, seen: Array) -> None:
     """The copy of a head whose rounded tiles are in shared memory, from what has been seen of each row of a tile."""
-    g, pool, scales = call.g, call.pool, numbers.at[SCALES]
+    g, pool, scales = call.g, call.pool, buffers.numbers.at[SCALES]
     payload: Any = pool.payload
     pool_scale: Any = pool.scale
     block_scale: Any = pool.block_scale
@@ -282,20 +364,15 @@ def _copy_nvfp4(call: _Call, tiles: Ref, seen: Array, slot: Array, h: Array, num
     barrier()
     store(scales, scale)
     barrier()
-    pool_scale[slot, h] = scales[0]
+    pool_scale[head.slot, head.h] = scales[0]
 
     def one(t: Array, carry: None) -> None:
         values = pl.ds(t * g.tile_rows, g.tile_rows)
-        targets = payload.at[slot, h, values], block_scale.at[slot, h, values]
-        codes, blocks = targets if g.tile_rows == TILE_ROWS else (staged["codes"], staged["block_scales"])
+        targets = payload.at[head.slot, head.h, values], block_scale.at[head.slot, head.h, values]
+        codes, blocks = targets if buffers.codes is None else (buffers.codes, buffers.block_scales)
 
-        def put(first: Array, some_codes: Array, some_scales: Array) -> None:
-            columns = some_scales.shape[1]
-            store(codes.at[:, pl.ds(first // 2, some_codes.shape[1])], some_codes)
-            store(blocks.at[:, pl.ds(first // SCALE_BLOCK, columns)], some_scales)
-
-        copies.encode_nvfp4(tiles.at[t], inverse, put, call.interpret)
-        if staged:
+        copies.encode_nvfp4(buffers.tiles.at[t], inverse, codes, blocks, call.interpret)
+        if buffers.codes is not None:
             barrier()
             for source, target in zip((codes, blocks), targets, strict=True):
                 copies.store_first(source, target)
