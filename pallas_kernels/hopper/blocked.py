@@ -43,6 +43,7 @@ from pallas_kernels.hopper.tiles import (
     along,
     barrier,
     bf16,
+    channels_layout,
     f32,
     iota,
     keep,
@@ -68,10 +69,10 @@ class Fold:
     ring: Ring
     planes: list[Ref]  # keys as they are folded, their sum: [L, K] bfloat16 each
     readers: list[Ref]  # keys as they read the checkpoint
-    decays: Ref | None  # channel gate: log decays, [L, K] float32
-    total: Ref | None  # channel gate: what is left of the checkpoint, [K] float32
-    system: Ref | None  # A and its inverse, [L, L] float32
-    inverse: Ref | None  # diag(F) (I + A)^-1 as terms, one below the other: [3 L, L] bfloat16
+    decays: Ref  # channel gate: log decays, [L, K] float32
+    total: Ref  # channel gate: what is left of the checkpoint, [K] float32
+    system: Ref  # A and its inverse, [L, L] float32
+    inverse: Ref  # diag(F) (I + A)^-1 as terms, one below the other: [3 L, L] bfloat16
     numbers: Ref  # [8, 64] float32
     g: Geometry
     interpret: Interpret
@@ -262,11 +263,9 @@ def _multiply_keys(fold: Fold) -> None:
 
 def _repeated_layout(rows: int) -> Any:
     """[rows, 8 n], in every warp or in every other one as ``STATE`` has 16 rows."""
-    if rows == 16:
-        tiles, warps = ((16, 8), (8, 8), (2,)), (plgpu.Replicated(4),)
-    else:
-        tiles, warps = ((32, 8), (16, 8), (8, 8), (2,)), (plgpu.Replicated(2), -7)
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warps, lane_dims=(-3, -2), vector_dim=-1)
+    warps: tuple[Any, ...] = (plgpu.Replicated(4),) if rows == 16 else (plgpu.Replicated(2), -7)
+    tiling = plgpu.Tiling(((rows, 8), *(((16, 8),) if rows > 16 else ()), (8, 8), (2,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-3, -2), vector_dim=-1)
 
 
 def _repeated(rows: Ref, interpret: Interpret) -> Array:
@@ -304,22 +303,19 @@ def _decay_channels(fold: Fold) -> None:
     keys = jnp.where(along(age < ring.count, shape, 0), load(ring.key, SQUARE).astype(f32), 0.0)
     barrier()
 
-    def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        keys, since = carry
-        row = ring.row(i)
-        gate = load(fold.decays.at[row], by_column)
-        keys = jnp.where(along(age < i, shape, 0), keys * along(gate, shape, 1), keys)
-        since = since * gate
-        if g.delta_rule:
-            key = load(ring.key.at[row], by_column).astype(f32)
-            store(fold.system.at[row], jnp.sum(keys * along(key, shape, 1), axis=1))
-            barrier()  # everybody has read the gate that this overwrites
-            store(fold.decays.at[row], key * since)
-        return keys, since
+    def four(n: Array, keys: Array) -> Array:
+        for i in (4 * n + k for k in range(4)):  # what fills up decays no key, and its products are in no system
+            row = ring.row(i)
+            older = along(age < jnp.where(i < ring.count, i, 0), shape, 0)
+            keys = jnp.where(older, keys * along(load(fold.decays.at[row], by_column), shape, 1), keys)
+            if g.delta_rule:
+                key = load(ring.key.at[row], by_column).astype(f32)
+                store(fold.system.at[row], jnp.sum(keys * along(key, shape, 1), axis=1))
+        return keys
 
-    since = plgpu.layout_cast(jnp.ones((g.key_dim,), f32), by_column)
-    keys, since = lax.fori_loop(0, ring.count, one, (plgpu.layout_cast(keys, SQUARE), since))
-    store(fold.total, since)
+    keys = lax.fori_loop(0, (ring.count + 3) // 4, four, plgpu.layout_cast(keys, SQUARE))
+    barrier()
+    _decay_readers(fold)
     for plane, term in zip(fold.planes, split_exactly(keys), strict=True):
         store(plane, term)
     weight, live = load(fold.number(WEIGHTS), by_row), ring.age(by_row) < ring.count
@@ -335,6 +331,24 @@ def _decay_channels(fold: Fold) -> None:
     store(fold.system, _weighted(fold, load(fold.system, SQUARE)))
     for plane, term in zip(fold.readers, split_exactly(readers), strict=True):
         store(plane, term)
+
+
+def _decay_readers(fold: Fold) -> None:
+    """Fills in "total", and with the delta rule has keys as they read, in float32, in place of the decays."""
+    ring, channels = fold.ring, channels_layout(fold.g.key_dim)
+
+    def one(i: Array, since: Array) -> Array:
+        row = ring.row(i)
+        since = since * load(fold.decays.at[row], channels)
+        if fold.g.delta_rule:
+            key = load(ring.key.at[row], channels).astype(f32)
+            if fold.g.key_dim % 128:
+                barrier()  # every warp does all channels, and has read the gate that this overwrites
+            store(fold.decays.at[row], since * key)
+        return since
+
+    ones = plgpu.layout_cast(jnp.ones((fold.g.key_dim,), f32), channels)
+    store(fold.total, lax.fori_loop(0, ring.count, one, ones))
 
 
 def _invert(fold: Fold) -> None:

@@ -35,7 +35,7 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
-from pallas_kernels.small_floats import BFLOAT16, E4M3, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
+from pallas_kernels.small_floats import BFLOAT16, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
 
 _NOTHING = int(np.uint32(0x81000000).view(np.int32))  # zero's magnitude in ``see``
 # Of a vector of 8 n entries that a whole tile's layout would not fit: every quarter of a warp holds all of it.
@@ -106,26 +106,24 @@ def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
 
     def one(first: Array, x: Array, carry: None) -> None:
         inside = jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
-        patterns = _round_to(inside * along(inverse, x.shape, 0), E4M3)
-        patterns = jnp.where(_magnitude(x) < NOT_FINITE, patterns, E4M3.nan)
-        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint8))
+        numbers = jnp.where(_magnitude(x) < NOT_FINITE, inside * along(inverse, x.shape, 0), jnp.nan)
+        patterns = lax.bitcast_convert_type(numbers.astype(jnp.float8_e4m3fn), jnp.uint8)
+        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns)
 
     _each_piece(tile, one, None)
 
 
 def encode_nvfp4(tile: Ref, inverse: Array, codes: Ref, block_scales: Ref, interpret: Interpret) -> None:
     """A tile [64, K] and 1 / scale of its head, alike [64] float32 -> [64, K / 2] and [64, K / 16] uint8, in any memory"""
-    rows, columns = encode.piece(tile.shape[1])
-    across = tile.shape[1] // columns
+    n = encode.columns_at_once(tile.shape[1])
 
     def one(i: Array, carry: None) -> None:
-        own, first = pl.ds(i // across * rows, rows), i % across * columns
-        x = load(tile.at[own, pl.ds(first, columns)], encode.blocks_layout((rows, columns))).astype(f32)
+        x = load(tile.at[:, pl.ds(i * n, n)], encode.blocks_layout(n)).astype(f32)
         some_codes, some_scales = encode.encode_nvfp4(x, inverse, interpret)
-        store(codes.at[own, pl.ds(first // 2, columns // 2)], some_codes)
-        store(block_scales.at[own, pl.ds(first // SCALE_BLOCK, columns // SCALE_BLOCK)], some_scales)
+        store(codes.at[:, pl.ds(i * (n // 2), n // 2)], some_codes)
+        store(block_scales.at[:, pl.ds(i * (n // SCALE_BLOCK), n // SCALE_BLOCK)], some_scales)
 
-    lax.fori_loop(0, TILE_ROWS // rows * across, one, None)
+    lax.fori_loop(0, tile.shape[1] // n, one, None)
 
 
 def _each_piece[T](tile: Ref, one: Callable[[Array, Array, T], T], carry: T) -> T:

@@ -5,9 +5,9 @@ rounded to an integer, ties to even:
 
     code = round(min(2 q, q + 2, q / 2 + 4, 7))
 
-which adding 1.5 * 2^23 does. Where s is r times a halfway point, q has to be that point exactly, and nowhere else: with 1 / r as
-the sum of two float32 and one fused multiply-add, q is s / r rounded correctly, and as r has only four significant bits, no other
-s is close enough to share a q that has as few.
+which adding 1.5 * 2^23 does. Where s is r times a halfway point, q has to be that point exactly, and nowhere else: with 1 / r
+as the sum of two float32 and one fused multiply-add, q is s / r rounded correctly, and as r has only four significant bits, no
+other s is close enough to share a q that has as few.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
-from pallas_kernels.hopper.tiles import VALUES, Array, Interpret
+from pallas_kernels.hopper.tiles import TILE_ROWS, VALUES, Array, Interpret
 from pallas_kernels.small_floats import E2M1_HALFWAY, E4M3, LARGEST_SCALED, NOT_FINITE, SCALE_BLOCK, round_to
 
 _ROUND = 1.5 * 2.0**23  # floats from here on are integers, so that adding it rounds
@@ -32,21 +32,21 @@ _ROUNDS_PACKED = int(np.uint32(sum(_ROUND_BITS << (4 * i) for i in range(_PACKED
 _LIMIT = float(np.int32(LARGEST_SCALED).view(np.float32))
 
 
-def piece(key_dim: int) -> tuple[int, int]:
-    """Rows and columns of a tile [64, K] that are encoded together: a block for each thread."""
-    return (64, 32) if key_dim % 64 else (32, 64)
+def columns_at_once(key_dim: int) -> int:
+    """Columns of a tile [64, K] that are encoded together: two blocks for each thread, or one."""
+    return 32 if key_dim % 64 else 64
 
 
-def blocks_layout(shape: tuple[int, int]) -> Any:
-    """A piece: eight neighbouring lanes have blocks of eight rows, one below the other, as swizzled memory likes it."""
-    if shape == (32, 64):
+def blocks_layout(columns: int) -> Any:
+    """[64, columns]: eight neighbouring lanes have blocks of eight rows, one below the other, as swizzled memory likes it."""
+    if columns == 64:
         return _tiled(((32, 64), (8, 64), (8, 16), (4,)), (-4, -3), -7)
     return _tiled(((64, 32), (16, 32), (8, 16), (4,)), (-5, -4, -3), -7)
 
 
-def _bytes_layout(shape: tuple[int, int], block: int) -> Any:
-    """What becomes of a piece, ``block`` bytes of each block."""
-    if shape == (32, 64):
+def _bytes_layout(columns: int, block: int) -> Any:
+    """What becomes of ``columns``, ``block`` bytes of each block."""
+    if columns == 64:
         return _tiled(((32, 4 * block), (8, 4 * block), (8, block)), (-3, -2), -6)
     return _tiled(((64, 2 * block), (16, 2 * block), (8, block)), (-4, -3, -2), -6)
 
@@ -56,51 +56,44 @@ def _tiled(tiles: tuple[tuple[int, ...], ...], lanes: tuple[int, ...], warps: in
 
 
 def encode_nvfp4(x: Array, inverse: Array, interpret: Interpret) -> tuple[Array, Array]:
-    """A piece of a tile as codes and block scales.
+    """Some columns of a tile as codes and block scales.
 
     Args:
-        x: in ``blocks_layout``. [m, n] float32
+        x: in ``blocks_layout``. [64, n] float32
         inverse: 1 / scale of the head, alike everywhere. [64] float32
         interpret: parameters of interpret mode.
 
     Returns:
-        [m, n / 2] and [m, n / 16] uint8.
+        [64, n / 2] and [64, n / 16] uint8.
     """
-    shape = x.shape
+    n = x.shape[1]
     if interpret is not None:
         return _encode_by_comparing(x, inverse[0])
 
     def like(block: int) -> Any:
-        columns = shape[1] // SCALE_BLOCK * block
-        return plgpu.ShapeDtypeStruct((shape[0], columns), jnp.dtype(jnp.uint8), layout=_bytes_layout(shape, block))
+        shape = (TILE_ROWS, n // SCALE_BLOCK * block)
+        return plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint8), layout=_bytes_layout(n, block))
 
-    @plgpu.inline_mgpu(arg_types=(blocks_layout(shape), VALUES), return_type=(like(8), like(1)))
+    @plgpu.inline_mgpu(arg_types=(blocks_layout(n), VALUES), return_type=(like(8), like(1)))
     def encode(context: Any, x: Any, inverse: Any) -> tuple[Any, Any]:
         inverse = _element(inverse.registers.flat[0], 0)
-        numbers = [_element(four, i) for four in x.registers.flat for i in range(4)]
-        sizes = [math.absf(arith.mulf(number, inverse)) for number in numbers]
-        largest = _largest(sizes)
-        finite = arith.cmpi(arith.CmpIPredicate.slt, largest, _i32(NOT_FINITE))
-        largest = arith.minsi(largest, _bits(arith.mulf(_f32(_LIMIT), inverse)))
-        scale = _to_e4m3(arith.mulf(_float(largest), _f32(1 / 6)))
-        codes = _block_codes(numbers, sizes, _from_e4m3(scale), finite)
-        byte = ir.IntegerType.get_signless(8)
-        scale = arith.select(finite, arith.trunci(byte, scale), mgpu.c(E4M3.nan, byte))
-        return _array(codes, like(8)), _array(vector.broadcast(ir.VectorType.get((1,), byte), scale), like(1))
+        blocks = [[_element(four, i) for four in fours for i in range(4)] for fours in x.registers.reshape(-1, 4)]
+        codes, scales = zip(*(_encode_block(block, inverse) for block in blocks), strict=True)
+        return _array(codes, like(8)), _array(scales, like(1))
 
     return encode(x, inverse)
 
 
 def _encode_by_comparing(x: Array, inverse: Array) -> tuple[Array, Array]:
     """``encode_nvfp4`` as ``replayssm_jax.readout`` has it."""
-    sizes = jnp.abs(x * inverse).reshape(x.shape[0], -1, SCALE_BLOCK)
+    sizes = jnp.abs(x * inverse).reshape(TILE_ROWS, -1, SCALE_BLOCK)
     largest = jnp.max(sizes, axis=-1)
     codes = round_to(jnp.minimum(largest, _LIMIT * inverse) * np.float32(1 / 6), E4M3)
     scales = jnp.where(largest < jnp.inf, codes, E4M3.nan).astype(jnp.uint8)
     unit = lax.bitcast_convert_type(scales, jnp.float8_e4m3fn).astype(jnp.float32)[..., None]
     past = [sizes > unit * half if n % 2 == 0 else sizes >= unit * half for n, half in enumerate(E2M1_HALFWAY)]
     sign = lax.bitcast_convert_type(x, jnp.uint32).reshape(sizes.shape) >> 31
-    code = jnp.where(unit > 0, sum(p.astype(jnp.uint32) for p in past) | (sign << 3), 0).reshape(x.shape[0], -1, 2)
+    code = jnp.where(unit > 0, sum(p.astype(jnp.uint32) for p in past) | (sign << 3), 0).reshape(TILE_ROWS, -1, 2)
     return (code[..., 0] | (code[..., 1] << 4)).astype(jnp.uint8), scales
 
 
@@ -110,6 +103,18 @@ def _largest(sizes: list[Any]) -> Any:
     while len(bits) > 1:
         bits = [arith.maxsi(*two) for two in zip(bits[::2], bits[1::2], strict=True)]
     return bits[0]
+
+
+def _encode_block(numbers: list[Any], inverse: Any) -> tuple[Any, Any]:
+    """Codes and scale of a block: 16 x float32, 1 / scale of the head -> 8 bytes, 1 byte"""
+    sizes = [math.absf(arith.mulf(number, inverse)) for number in numbers]
+    largest = _largest(sizes)
+    finite = arith.cmpi(arith.CmpIPredicate.slt, largest, _i32(NOT_FINITE))
+    largest = arith.minsi(largest, _bits(arith.mulf(_f32(_LIMIT), inverse)))
+    scale = _to_e4m3(arith.mulf(_float(largest), _f32(1 / 6)))
+    codes, byte = _block_codes(numbers, sizes, _from_e4m3(scale), finite), ir.IntegerType.get_signless(8)
+    scale = arith.select(finite, arith.trunci(byte, scale), mgpu.c(E4M3.nan, byte))
+    return codes, vector.broadcast(ir.VectorType.get((1,), byte), scale)
 
 
 def _block_codes(numbers: list[Any], sizes: list[Any], unit: Any, finite: Any) -> Any:
@@ -153,10 +158,9 @@ def _from_e4m3(code: Any) -> Any:
     return arith.extf(ir.F32Type.get(), _element(both, 0))
 
 
-def _array(register: Any, like: Any) -> Any:
-    """An array of one register a thread."""
-    target, every = like.layout.to_mgpu(), np.empty(1, dtype=object)
-    every[0] = register
+def _array(registers: tuple[Any, ...], like: Any) -> Any:
+    target, every = like.layout.to_mgpu(), np.empty(len(registers), dtype=object)
+    every[:] = registers
     shape = target.registers_shape(like.shape)
     return fragmented_array.FragmentedArray(_registers=every.reshape(shape), _layout=target, _is_signed=False)
 

@@ -39,7 +39,8 @@ from pallas_kernels.hopper.tiles import (
     swizzled,
 )
 
-_MULTIPROCESSORS, _SHARED_KB = 132, 227
+_MULTIPROCESSORS = 132
+_SHARED_KB, _HALF_KB = 227, 113  # of a multiprocessor, for one block and for each of two
 
 
 def refresh(
@@ -145,7 +146,7 @@ class _Head(NamedTuple):
 
     slot: Array
     h: Array
-    count: Array  # committed records
+    length: Array  # committed records
     origin: Array  # tokens folded so far
 
     @staticmethod
@@ -156,7 +157,7 @@ class _Head(NamedTuple):
     @property
     def position(self) -> Array:
         """Tokens folded when this has been."""
-        return self.origin + self.count
+        return self.origin + self.length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,14 +171,14 @@ class _Buffers:
     head_arrived: Ref
     tile_arrived: Ref
     updates_arrived: Ref
-    keys: Ref | None = None
-    decays: Ref | None = None
+    keys: Ref = None
+    decays: Ref = None
     readers: list[Ref] | None = None
-    total: Ref | None = None
-    system: Ref | None = None
-    inverse: Ref | None = None
-    codes: Ref | None = None
-    block_scales: Ref | None = None
+    total: Ref = None
+    system: Ref = None
+    inverse: Ref = None
+    codes: Ref = None
+    block_scales: Ref = None
 
     @property
     def held(self) -> int:
@@ -187,7 +188,7 @@ class _Buffers:
         weights, _, log_decays = (self.numbers.at[n, pl.ds(0, g.window)] for n in range(3))
         keys = self.planes[0] if self.keys is None else self.keys
         log_decays = log_decays if self.decays is None else self.decays
-        return Ring(keys, [keys], self.updates, log_decays, None, weights, head.origin & (g.window - 1), head.count, g.window)
+        return Ring(keys, [keys], self.updates, log_decays, None, weights, head.origin & (g.window - 1), head.length, g.window)
 
     def fold(self, head: _Head, g: Geometry, interpret: Interpret) -> Fold:
         readers = self.readers or self.planes
@@ -226,9 +227,8 @@ def _side_by_side(g: Geometry) -> int:
 
 
 def _held(g: Geometry) -> int:
-    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for the other blocks."""
-    room = 228 // min(3, _side_by_side(g)) - 1
-    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= room else 1
+    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for another block."""
+    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= _HALF_KB else 1
 
 
 def _shared_kb(g: Geometry, held: int | None = None) -> int:
