@@ -49,13 +49,16 @@ def test_refresh(case, rng, no_races):
     assert_refresh_is_right(state, SLOTS, LENGTHS, case.id in ("gdn", "kda"), 2e-6, INTERPRET)
 
 
-@pytest.mark.parametrize(("case", "readout"), [(CASES[1], "fp8_e4m3"), (CASES[4], "nvfp4")], ids=lambda x: getattr(x, "id", x))
-def test_a_block_that_serves_several_heads(case, readout, rng, no_races, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "readout", "held"),
+    [(CASES[1], "fp8_e4m3", 1), (CASES[1], "fp8_e4m3", 2), (CASES[1], "nvfp4", 2), (CASES[4], "nvfp4", 1)],
+    ids=lambda x: getattr(x, "id", x),
+)
+def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
     refresh_module = importlib.import_module("pallas_kernels.hopper.refresh")
     monkeypatch.setattr(refresh_module, "_MULTIPROCESSORS", 1)
-    if readout != "nvfp4":
-        monkeypatch.setattr(refresh_module, "_held", lambda g: 1)
+    monkeypatch.setattr(refresh_module, "_held", lambda g: held)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 

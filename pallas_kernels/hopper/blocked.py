@@ -304,13 +304,17 @@ def _decay_channels(fold: Fold) -> None:
     barrier()
 
     def four(n: Array, keys: Array) -> Array:
+        products = []
         for i in (4 * n + k for k in range(4)):  # what fills up decays no key, and its products are in no system
             row = ring.row(i)
             older = along(age < jnp.where(i < ring.count, i, 0), shape, 0)
             keys = jnp.where(older, keys * along(load(fold.decays.at[row], by_column), shape, 1), keys)
             if g.delta_rule:
-                key = load(ring.key.at[row], by_column).astype(f32)
-                store(fold.system.at[row], jnp.sum(keys * along(key, shape, 1), axis=1))
+                product = keys * along(load(ring.key.at[row], by_column).astype(f32), shape, 1)
+                pieces = [product[:, k : k + 16] for k in range(0, g.key_dim, 16)]
+                products.append((row, sum(pieces[1:], pieces[0])))
+        for row, product in products:  # at the end, as nothing moves across what crosses lanes
+            store(fold.system.at[row], jnp.sum(product, axis=1))
         return keys
 
     keys = lax.fori_loop(0, (ring.count + 3) // 4, four, plgpu.layout_cast(keys, SQUARE))

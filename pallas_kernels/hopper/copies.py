@@ -47,14 +47,14 @@ _EIGHT_ROWS = plgpu.Layout.TILED(
 )
 
 
-def scratch(g: Geometry) -> dict[str, Any]:
-    """Shared memory for the copy of one tile, or of nvfp4 for one that is not whole."""
+def scratch(g: Geometry, held: int) -> dict[str, Any]:
+    """Shared memory for the copies of ``held`` tiles, or of nvfp4 for that of one which is not whole."""
     if g.readout == "checkpoint" or (g.readout == "nvfp4" and g.tile_rows == TILE_ROWS):
         return {}
     if g.readout == "bf16":
-        return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
+        return {"codes": plgpu.SMEM((held, TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
     if g.readout == "fp8_e4m3":
-        return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
+        return {"codes": plgpu.SMEM((held, TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
     return {
         "codes": plgpu.SMEM((TILE_ROWS, g.key_dim // 2), jnp.uint8),
         "block_scales": plgpu.SMEM((TILE_ROWS, g.key_dim // SCALE_BLOCK), jnp.uint8),

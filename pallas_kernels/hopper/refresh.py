@@ -214,7 +214,7 @@ def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
         "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
         **blocked.scratch(g),
-        **copies.scratch(g),
+        **copies.scratch(g, held),
         "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
         "tile_arrived": plgpu.Barrier(num_barriers=held),
         "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
@@ -263,7 +263,7 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
 
     Everything it needs has been requested before; what it has done with it requests for the head that follows, if there is one.
     """
-    g, held = call.g, buffers.held
+    g, held, whole_codes = call.g, buffers.held, call.g.readout in ("bf16", "fp8_e4m3")
     fold = buffers.fold(head, g, call.interpret)
 
     def request_head() -> None:
@@ -291,7 +291,7 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
             _request_updates(call, buffers, following, 0)
 
         plgpu.barrier_wait(buffers.tile_arrived.at[i])
-        tile = buffers.tiles.at[i]
+        tile, codes = buffers.tiles.at[i], buffers.codes.at[i] if whole_codes else None
 
         def round_piece(first: Array, state: Array, seen: Array) -> Array:
             piece = _rounded(call, head, state, t * g.tile_rows, first)
@@ -299,7 +299,7 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
             return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
 
         seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
-        _store_tile(call, buffers, head, t, tile, seen)
+        _store_tile(call, head, t, tile, codes, buffers.numbers.at[SCALES], seen)
         if held < g.tiles:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
@@ -316,7 +316,7 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
     if g.readout == "nvfp4":
         _copy_nvfp4(call, buffers, head, seen)
     for i in range(held):
-        plgpu.wait_smem_to_gmem(held - 1 - i, wait_read_only=True)
+        plgpu.wait_smem_to_gmem((held - 1 - i) * (1 + whole_codes), wait_read_only=True)
         plgpu.commit_smem()
 
         @pl.when(more)
@@ -334,24 +334,21 @@ def _rounded(call: _Call, head: _Head, state: Array, first_value: Any, first: Ar
     return copies.round_by_chance(state, g, call.streams[head.slot], head.position, number, element)
 
 
-def _store_tile(call: _Call, buffers: _Buffers, head: _Head, t: Array, tile: Ref, seen: Array) -> None:
+def _store_tile(call: _Call, head: _Head, t: Array, tile: Ref, codes: Ref, scales: Ref, seen: Array) -> None:
     """Starts storing a tile of the checkpoint, and of its copy but for nvfp4."""
-    g, pool, scales = call.g, call.pool, buffers.numbers.at[SCALES]
-    values, codes = pl.ds(t * g.tile_rows, g.tile_rows), buffers.codes
+    g, pool, stored = call.g, call.pool, pl.ds(0, call.g.tile_rows)
+    values = pl.ds(t * g.tile_rows, g.tile_rows)
     payload: Any = pool.payload
-    if g.readout in ("bf16", "fp8_e4m3"):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's codes have been read
-        barrier()
     if g.readout == "bf16":
         copies.encode_bf16(tile, codes)
     if g.readout == "fp8_e4m3":
         copies.encode_fp8(tile, copies.largest(seen, g), codes, scales)
     plgpu.commit_smem()
-    if g.readout in ("bf16", "fp8_e4m3"):
-        plgpu.copy_smem_to_gmem(codes.at[pl.ds(0, g.tile_rows)], payload.at[head.slot, head.h, values])
+    if codes is not None:
+        plgpu.copy_smem_to_gmem(codes.at[stored], payload.at[head.slot, head.h, values])
     if g.readout == "fp8_e4m3" and pool.scale is not None:
         copies.store_rows(scales, pool.scale.at[head.slot, head.h, values])
-    plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, g.tile_rows)], pool.checkpoint.at[head.slot, head.h, values])
+    plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[head.slot, head.h, values])
 
 
 def _copy_nvfp4(call: _Call, buffers: _Buffers, head: _Head, seen: Array) -> None:
