@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.hopper import encode
+from pallas_kernels.hopper import due, encode, heads
 from pallas_kernels.hopper.refresh import refresh_unsupported
 from pallas_kernels.small_floats import E2M1_HALFWAY
 from tests.cases import Case
@@ -56,9 +56,8 @@ def test_refresh(case, rng, no_races):
 )
 def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
-    refresh_module = importlib.import_module("pallas_kernels.hopper.refresh")
-    monkeypatch.setattr(refresh_module, "_MULTIPROCESSORS", 1)
-    monkeypatch.setattr(refresh_module, "_held", lambda g: held)
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(heads, "_held", lambda g: held)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 
@@ -92,6 +91,14 @@ def test_what_is_not_finite_enters_no_scale(readout, rng, no_races):
     checkpoint = state.checkpoint.at[0, 0, jnp.arange(8), 3 * jnp.arange(8)].set(odd).at[0, 1, 2].set(0.0)
     state = dataclasses.replace(state, checkpoint=checkpoint)
     assert_refresh_is_right(state, np.zeros(1, np.int32), np.ones(1, np.int32), False, 2e-6, INTERPRET)
+
+
+def test_more_rows_than_one_look_takes_in(rng, no_races, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
+    slots = np.full(due.ROWS_AT_ONCE + 70, -1, np.int32)
+    slots[[3, 40, due.ROWS_AT_ONCE, due.ROWS_AT_ONCE + 69]] = [2, 0, 3, 1]
+    state = make_state(dataclasses.replace(CASES[0], readout="checkpoint"), rng, [16, 3, 15, 14])
+    assert_refresh_is_right(state, slots, np.ones(len(slots), np.int32), True, 2e-6, INTERPRET)
 
 
 def test_codes_of_nvfp4_are_rounded_as_an_exact_quotient():

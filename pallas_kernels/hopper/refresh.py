@@ -7,21 +7,19 @@ the delta rule u = weight_j v_j. The heads of the rows whose turn it is are deal
 busy, and none cost the start of the blocks.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import blocked, copies, due, records
-from pallas_kernels.hopper.blocked import SCALES, Fold
-from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper import blocked, copies, due, heads, system
+from pallas_kernels.hopper.blocked import SCALES
+from pallas_kernels.hopper.heads import Buffers, Call, Head
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
-    TILE_ROWS,
     Array,
     Geometry,
     Interpret,
@@ -32,15 +30,13 @@ from pallas_kernels.hopper.tiles import (
     compiler_params,
     f32,
     iota,
-    kilobytes,
     named,
     round_to_checkpoint,
     store,
-    swizzled,
 )
 
 _MULTIPROCESSORS = 132
-_SHARED_KB, _HALF_KB = 227, 113  # of a multiprocessor, for one block and for each of two
+_SHARED_KB = 227  # of one
 
 
 def refresh(
@@ -65,38 +61,38 @@ def refresh(
     """
     g = geometry
     present = [name for name, ref in zip(Pool._fields, pool, strict=True) if ref is not None]
-    blocks = min(_MULTIPROCESSORS * min(_side_by_side(g), 228 // (_shared_kb(g) + 1)), g.rows * g.value_heads)
+    blocks = min(_MULTIPROCESSORS * min(heads.side_by_side(g), 228 // (heads.shared_kb(g) + 1)), g.rows * g.value_heads)
     more_than = max(0, g.window - 2 * g.max_draft) if due_only else 0
 
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
         streams, first_head, *own = refs[4:]
-        call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
-        block, buffers = lax.axis_index("block"), _Buffers(**named(scratch))
+        call = Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
+        block, buffers = lax.axis_index("block"), Buffers(**named(scratch))
 
         def some_rows(i: Array, before: Array) -> Array:
             first = i * due.ROWS_AT_ONCE
             words = due.due_rows(call.rows, first, g, more_than, interpret)
             count = due.count_rows(words, interpret)
             mine = lax.rem(block + blocks - lax.rem(before * g.value_heads, blocks), blocks)
-            heads = (count * g.value_heads - mine + blocks - 1) // blocks
+            served = (count * g.value_heads - mine + blocks - 1) // blocks
 
-            def find(i: Array) -> _Head:
+            def find(i: Array) -> Head:
                 item = mine + i * blocks
-                return _Head.of(call, first + due.nth_row(words, item // g.value_heads, interpret), item % g.value_heads)
+                return Head.of(call, first + due.nth_row(words, item // g.value_heads, interpret), item % g.value_heads)
 
             def one(i: Array, numbers: tuple[Array, ...]) -> tuple[Array, ...]:
-                following = find(jnp.minimum(i + 1, heads - 1))
-                _refresh_head(call, buffers, _Head(*numbers), following, i + 1 < heads)
+                following = find(jnp.minimum(i + 1, served - 1))
+                _refresh_head(call, buffers, Head(*numbers), following, i + 1 < served)
                 return tuple(following)
 
-            @pl.when(heads > 0)
+            @pl.when(served > 0)
             def _() -> None:
                 head = find(jnp.int32(0))
-                _request_head(call, buffers, head)
-                _request_updates(call, buffers, head, 0)
+                heads.request_head(call, buffers, head)
+                heads.request_updates(call, buffers, head, 0)
                 for tile in range(buffers.held):
-                    _request_tile(call, buffers, head, tile, tile)
-                lax.fori_loop(0, heads, one, tuple(head))
+                    heads.request_tile(call, buffers, head, tile, tile)
+                lax.fori_loop(0, served, one, tuple(head))
 
             return before + count
 
@@ -106,7 +102,7 @@ def refresh(
         replay_refresh,
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=_scratch(g),
+        scratch_types=heads.scratch_of(g),
         compiler_params=compiler_params(scalar_reductions=False),
         interpret=interpret,
     )(*rows, copies.request_streams(g, request), first_head, *(getattr(pool, name) for name in present))
@@ -121,7 +117,7 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
         return f"key_dim={g.key_dim}: refresh takes multiples of 32 up to 256"
     if g.value_dim % 8:
         return f"value_dim={g.value_dim}: refresh takes multiples of 8"
-    if (needed := _shared_kb(g)) > _SHARED_KB:
+    if (needed := heads.shared_kb(g)) > _SHARED_KB:
         return (
             f"a head of {g.value_dim} x {g.key_dim} needs {needed} KB of shared memory of {_SHARED_KB} for "
             f"readout={g.readout!r}: readout='fp8_e4m3' or a checkpoint of 16 bits takes less"
@@ -129,136 +125,7 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The kernel's operands and its static parts."""
-
-    rows: Rows
-    pool: Pool
-    streams: Ref
-    first_head: Ref
-    g: Geometry
-    interpret: Interpret
-
-
-class _Head(NamedTuple):
-    """A value head of a slot whose records are to be folded."""
-
-    slot: Array
-    h: Array
-    length: Array  # committed records
-    origin: Array  # tokens folded so far
-
-    @staticmethod
-    def of(call: _Call, row: Array, h: Array) -> "_Head":
-        slot = call.rows.slots[row]
-        return _Head(slot, h, call.rows.length[slot], call.rows.origin[slot])
-
-    @property
-    def position(self) -> Array:
-        """Tokens folded when this has been."""
-        return self.origin + self.length
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Buffers:
-    """Shared memory of a block, see ``_scratch``."""
-
-    tiles: Ref
-    updates: Ref
-    numbers: Ref
-    planes: list[Ref]
-    head_arrived: Ref
-    tile_arrived: Ref
-    updates_arrived: Ref
-    keys: Ref = None
-    decays: Ref = None
-    readers: list[Ref] | None = None
-    total: Ref = None
-    system: Ref = None
-    inverse: Ref = None
-    codes: Ref = None
-    block_scales: Ref = None
-
-    @property
-    def held(self) -> int:
-        return self.tiles.shape[0]
-
-    def ring(self, head: _Head, g: Geometry) -> Ring:
-        weights, _, log_decays = (self.numbers.at[n, pl.ds(0, g.window)] for n in range(3))
-        keys = self.planes[0] if self.keys is None else self.keys
-        log_decays = log_decays if self.decays is None else self.decays
-        return Ring(keys, [keys], self.updates, log_decays, None, weights, head.origin & (g.window - 1), head.length, g.window)
-
-    def fold(self, head: _Head, g: Geometry, interpret: Interpret) -> Fold:
-        readers = self.readers or self.planes
-        return Fold(
-            self.ring(head, g),
-            self.planes,
-            readers,
-            self.decays,
-            self.total,
-            self.system,
-            self.inverse,
-            self.numbers,
-            g,
-            interpret,
-        )
-
-
-def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
-    """Shared memory of a block, for ``held`` tiles at a time."""
-    held = _held(g) if held is None else held
-    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // RING_CHUNK
-    return {
-        "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
-        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        **blocked.scratch(g),
-        **copies.scratch(g, held),
-        "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
-        "tile_arrived": plgpu.Barrier(num_barriers=held),
-        "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
-    }
-
-
-def _side_by_side(g: Geometry) -> int:
-    """Blocks for whose registers a multiprocessor has room."""
-    return 2 if g.channel_gate else 3 + (not g.delta_rule)
-
-
-def _held(g: Geometry) -> int:
-    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for another block."""
-    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= _HALF_KB else 1
-
-
-def _shared_kb(g: Geometry, held: int | None = None) -> int:
-    """Shared memory of a block in KB."""
-    return kilobytes(_scratch(g, held), reductions=False)
-
-
-def _request_head(call: _Call, buffers: _Buffers, head: _Head) -> None:
-    """Starts copying what all tiles of a head need."""
-    g, pool, ring = call.g, call.pool, buffers.ring(head, call.g)
-    arrived, key_head = buffers.head_arrived, head.h // g.group_size
-    records.request_keys(pool, head.slot, key_head, ring, RING_CHUNK, arrived, call.interpret)
-    records.request_decays(pool, head.slot, head.h, ring, g, RING_CHUNK, arrived, call.interpret)
-    if pool.factor is not None:
-        factors = buffers.numbers.at[blocked.FACTORS, pl.ds(0, g.window)]
-        plgpu.copy_gmem_to_smem(pool.factor.at[head.slot, key_head], factors, arrived)
-
-
-def _request_updates(call: _Call, buffers: _Buffers, head: _Head, t: Any) -> None:
-    g, ring, arrived = call.g, buffers.ring(head, call.g), buffers.updates_arrived
-    records.request_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived, call.interpret)
-
-
-def _request_tile(call: _Call, buffers: _Buffers, head: _Head, t: Any, i: int) -> None:
-    g, target = call.g, buffers.tiles.at[i, pl.ds(0, call.g.tile_rows)]
-    source = call.pool.checkpoint.at[head.slot, head.h, pl.ds(t * g.tile_rows, g.tile_rows)]
-    plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
-
-
-def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head, more: Array) -> None:
+def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, more: Array) -> None:
     """Folds the records of a value head and stores what becomes of it.
 
     Everything it needs has been requested before; what it has done with it requests for the head that follows, if there is one.
@@ -269,10 +136,10 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
     def request_head() -> None:
         @pl.when(more)
         def _() -> None:
-            _request_head(call, buffers, following)
+            heads.request_head(call, buffers, following)
 
     plgpu.barrier_wait(buffers.head_arrived)
-    blocked.prepare(fold)
+    system.prepare(fold)
     if not blocked.takes_keys(g):
         request_head()
 
@@ -284,11 +151,11 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
 
         @pl.when(t + 1 < g.tiles)
         def _() -> None:
-            _request_updates(call, buffers, head, t + 1)
+            heads.request_updates(call, buffers, head, t + 1)
 
         @pl.when((t + 1 == g.tiles) & more)
         def _() -> None:
-            _request_updates(call, buffers, following, 0)
+            heads.request_updates(call, buffers, following, 0)
 
         plgpu.barrier_wait(buffers.tile_arrived.at[i])
         tile, codes = buffers.tiles.at[i], buffers.codes.at[i] if whole_codes else None
@@ -306,7 +173,7 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
 
             @pl.when(t + 1 < g.tiles)
             def _() -> None:
-                _request_tile(call, buffers, head, t + 1, 0)
+                heads.request_tile(call, buffers, head, t + 1, 0)
 
         return seen if g.readout == "nvfp4" else copies.nothing_seen()
 
@@ -321,10 +188,10 @@ def _refresh_head(call: _Call, buffers: _Buffers, head: _Head, following: _Head,
 
         @pl.when(more)
         def _(i: int = i) -> None:
-            _request_tile(call, buffers, following, i, i)
+            heads.request_tile(call, buffers, following, i, i)
 
 
-def _rounded(call: _Call, head: _Head, state: Array, first_value: Any, first: Array) -> Array:
+def _rounded(call: Call, head: Head, state: Array, first_value: Any, first: Array) -> Array:
     """The one rounding, of a tile's piece. [64, 32] float32 -> checkpoint dtype"""
     g = call.g
     if g.rounding == "nearest" or g.checkpoint_dtype == f32:
@@ -334,7 +201,7 @@ def _rounded(call: _Call, head: _Head, state: Array, first_value: Any, first: Ar
     return copies.round_by_chance(state, g, call.streams[head.slot], head.position, number, element)
 
 
-def _store_tile(call: _Call, head: _Head, t: Array, tile: Ref, codes: Ref, scales: Ref, seen: Array) -> None:
+def _store_tile(call: Call, head: Head, t: Array, tile: Ref, codes: Ref, scales: Ref, seen: Array) -> None:
     """Starts storing a tile of the checkpoint, and of its copy but for nvfp4."""
     g, pool, stored = call.g, call.pool, pl.ds(0, call.g.tile_rows)
     values = pl.ds(t * g.tile_rows, g.tile_rows)
@@ -351,7 +218,7 @@ def _store_tile(call: _Call, head: _Head, t: Array, tile: Ref, codes: Ref, scale
     plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[head.slot, head.h, values])
 
 
-def _copy_nvfp4(call: _Call, buffers: _Buffers, head: _Head, seen: Array) -> None:
+def _copy_nvfp4(call: Call, buffers: Buffers, head: Head, seen: Array) -> None:
     """The copy of a head whose rounded tiles are in shared memory, from what has been seen of each row of a tile."""
     g, pool, scales = call.g, call.pool, buffers.numbers.at[SCALES]
     payload: Any = pool.payload
