@@ -21,12 +21,12 @@ from tests.aot_runs import (
 
 pytestmark = needs_compiler
 
-# layer, format, tokens, and warpgroups of the read that a multiprocessor holds at least; of the refresh it holds three
+# layer, format, tokens, and warpgroups of the read and of the refresh that a multiprocessor holds at least
 READS = (
-    ("gdn", "nvfp4", 1, 5),
-    ("mamba2", "fp8_e4m3", 1, 5),
-    ("kda", "bf16", 1, 3),
-    ("gdn", "fp8_e4m3", 5, 3),
+    ("gdn", "nvfp4", 1, 5, 3),
+    ("mamba2", "fp8_e4m3", 1, 5, 4),
+    ("kda", "bf16", 1, 3, 2),
+    ("gdn", "fp8_e4m3", 5, 3, 2),
 )
 
 
@@ -58,8 +58,8 @@ def _steps(state, tokens, slots, lengths):
     return jax.lax.scan(body, (state, tokens), None, length=5)[0]
 
 
-@pytest.mark.parametrize(("name", "form", "tokens", "reads"), READS)
-def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, compile_for_h200, tmp_path):
+@pytest.mark.parametrize(("name", "form", "tokens", "reads", "refreshes"), READS)
+def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, refreshes, compile_for_h200, tmp_path):
     """In a loop, and though the two kernels see block scales in different shapes."""
     layer = dataclasses.replace(LAYERS[name], readout=form)
     arguments = state_of(layer, tokens), tokens_of(layer, tokens)
@@ -71,7 +71,7 @@ def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, com
     assert set(found) == {"replay_read", "replay_refresh"}
     assert sum(kernel.spilled for kernel in found.values()) == 0
     assert found["replay_read"].warpgroups >= reads
-    assert found["replay_refresh"].warpgroups >= 3
+    assert found["replay_refresh"].warpgroups >= refreshes
     check_in_place(compiled, arguments[0])
     # What one view of memory was written through is read through another: had layout inference tiled or swizzled them apart,
     # numbers would be read from where nobody has put them. Views that are not tiled may have rows of any length.

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import due, encode, heads
 from pallas_kernels.hopper.refresh import refresh_unsupported
+from pallas_kernels.small_floats import E2M1_HALFWAY
 from tests.cases import Case
 from tests.compare import same_bits
 from tests.kernel_runs import INTERPRET
@@ -47,12 +49,15 @@ def test_refresh(case, rng, no_races):
     assert_refresh_is_right(state, SLOTS, LENGTHS, case.id in ("gdn", "kda"), 2e-6, INTERPRET)
 
 
-@pytest.mark.parametrize(("case", "readout"), [(CASES[1], "fp8_e4m3"), (CASES[4], "nvfp4")], ids=lambda x: getattr(x, "id", x))
-def test_a_block_that_serves_several_heads(case, readout, rng, no_races, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "readout", "held"),
+    [(CASES[1], "fp8_e4m3", 1), (CASES[1], "fp8_e4m3", 2), (CASES[1], "nvfp4", 2), (CASES[4], "nvfp4", 1)],
+    ids=lambda x: getattr(x, "id", x),
+)
+def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
-    refresh_module = importlib.import_module("pallas_kernels.hopper.refresh")
-    monkeypatch.setattr(refresh_module, "_BLOCKS", 2)
-    monkeypatch.setattr(refresh_module, "_THIRD_KB", 0)
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(heads, "_held", lambda g: held)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 
@@ -86,6 +91,36 @@ def test_what_is_not_finite_enters_no_scale(readout, rng, no_races):
     checkpoint = state.checkpoint.at[0, 0, jnp.arange(8), 3 * jnp.arange(8)].set(odd).at[0, 1, 2].set(0.0)
     state = dataclasses.replace(state, checkpoint=checkpoint)
     assert_refresh_is_right(state, np.zeros(1, np.int32), np.ones(1, np.int32), False, 2e-6, INTERPRET)
+
+
+def test_more_rows_than_one_look_takes_in(rng, no_races, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
+    slots = np.full(due.ROWS_AT_ONCE + 70, -1, np.int32)
+    slots[[3, 40, due.ROWS_AT_ONCE, due.ROWS_AT_ONCE + 69]] = [2, 0, 3, 1]
+    state = make_state(dataclasses.replace(CASES[0], readout="checkpoint"), rng, [16, 3, 15, 14])
+    assert_refresh_is_right(state, slots, np.ones(len(slots), np.int32), True, 2e-6, INTERPRET)
+
+
+def test_codes_of_nvfp4_are_rounded_as_an_exact_quotient():
+    """The arithmetic of ``encode``, in which interpret mode has no part: around every halfway point of every block scale."""
+
+    def fma(x, y, z):
+        return (np.float64(x) * np.float64(y) + z).astype(np.float32)
+
+    one = np.float32(1)
+    scales = np.arange(1, 0x7F, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)[:, None]
+    steps = np.arange(-32, 33, dtype=np.int32)
+    at = np.concatenate(
+        [((scales * np.float32(half)).view(np.int32) + steps).view(np.float32) for half in E2M1_HALFWAY], axis=1
+    )
+    sizes = np.concatenate([at, np.broadcast_to(np.float32([0, 1e-30, 2688]), (len(scales), 3))], axis=1)
+    want = sum((sizes > scales * half if n % 2 == 0 else sizes >= scales * half) for n, half in enumerate(E2M1_HALFWAY))
+    for off in (-1, 0, 1):  # the hardware's 1 / x may be off in the last bit
+        inverse = ((one / scales).view(np.int32) + off).view(np.float32)
+        quotient = fma(sizes, inverse, sizes * (fma(-scales, inverse, one) * inverse))
+        half = np.float32(encode._ROUND)
+        lines = fma(quotient, 2, half), quotient + (half + 2), fma(quotient, 0.5, half + 4)
+        assert (np.minimum(np.minimum.reduce(lines), half + 7) - half == want).all()
 
 
 def test_refusals_say_what_would_work(rng):

@@ -1,10 +1,8 @@
 """Read-out copies of a tile in registers, bit for bit those of ``replayssm_jax.readout``, whose docstring has the formats.
 
-Integer arithmetic on the state's register layout: what a row or a block of 16 needs lies in four neighbouring lanes.
 Axes: V value dim, K key dim; a tile has 64 rows, of which the first ``geometry.tile_rows`` are somebody's.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import fragmented_array
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import chance, small_floats
+from pallas_kernels.hopper import encode
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
@@ -22,6 +23,7 @@ from pallas_kernels.hopper.tiles import (
     VALUES,
     Array,
     Geometry,
+    Interpret,
     Ref,
     along,
     barrier,
@@ -33,37 +35,57 @@ from pallas_kernels.hopper.tiles import (
     store,
     swizzled,
 )
-from pallas_kernels.small_floats import BFLOAT16, E2M1_HALFWAY, E4M3, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
+from pallas_kernels.small_floats import BFLOAT16, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
 
-_PACKED = 8  # codes of four bits in a word of 32
+_NOTHING = int(np.uint32(0x81000000).view(np.int32))  # zero's magnitude in ``see``
 # Of a vector of 8 n entries that a whole tile's layout would not fit: every quarter of a warp holds all of it.
 _EIGHTS = plgpu.Layout.TILED(
     plgpu.Tiling(((8,), (1,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
 )
+_EIGHT_ROWS = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, 2),)), warp_dims=(plgpu.Replicated(4),), lane_dims=(plgpu.Replicated(4), -2), vector_dim=-1
+)
 
 
-def scratch(g: Geometry) -> dict[str, Any]:
-    """Shared memory for the copy of one tile."""
-    if g.readout == "checkpoint":
+def scratch(g: Geometry, held: int) -> dict[str, Any]:
+    """Shared memory for the copies of ``held`` tiles, or of nvfp4 for that of one which is not whole."""
+    if g.readout == "checkpoint" or (g.readout == "nvfp4" and g.tile_rows == TILE_ROWS):
         return {}
     if g.readout == "bf16":
-        return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
+        return {"codes": plgpu.SMEM((held, TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
     if g.readout == "fp8_e4m3":
-        return {"codes": plgpu.SMEM((TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
+        return {"codes": plgpu.SMEM((held, TILE_ROWS, g.key_dim), jnp.uint8, transforms=swizzled(jnp.uint8))}
     return {
         "codes": plgpu.SMEM((TILE_ROWS, g.key_dim // 2), jnp.uint8),
-        "block_scales": plgpu.SMEM((g.key_dim // SCALE_BLOCK, TILE_ROWS), jnp.uint8),
+        "block_scales": plgpu.SMEM((TILE_ROWS, g.key_dim // SCALE_BLOCK), jnp.uint8),
     }
 
 
-def largest_by_row(tile: Ref, g: Geometry) -> Array:
-    """Largest magnitude of each row as scales see it, 0 in rows that are nobody's. A tile [64, K] -> [64] int32, its bits"""
+def nothing_seen() -> Array:
+    """The magnitudes of no numbers, for ``see``. [64] int32"""
+    return plgpu.layout_cast(jnp.full((TILE_ROWS,), _NOTHING, i32), VALUES)
 
-    def one(first: Array, x: Array, largest: Array) -> Array:
-        return jnp.maximum(largest, jnp.max(_counted(_magnitude(x)), axis=1))
 
-    largest = _each_piece(tile, one, plgpu.layout_cast(jnp.zeros((TILE_ROWS,), i32), VALUES))
-    return jnp.where(iota(largest.shape, 0, VALUES) < g.tile_rows, largest, 0)
+def see(seen: Array, x: Array) -> Array:
+    """The largest magnitude of each row, some more columns taken in. What is not finite does not count.
+
+    Magnitudes m as 2 m + 2^24 are unsigned numbers, ordered alike, in which infinity and NaN come round to the lowest; with the
+    top bit turned they are signed ones.
+
+    Args:
+        seen: so far. [64] int32
+        x: more columns. [64, n] float32
+
+    Returns:
+        [64] int32
+    """
+    return jnp.maximum(seen, jnp.max(lax.bitcast_convert_type(x, i32) * 2 + _NOTHING, axis=1))
+
+
+def largest(seen: Array, g: Geometry) -> Array:
+    """Bits of the largest magnitude of each row as scales see it, 0 in rows that are nobody's. [64] int32"""
+    magnitude = jnp.minimum(lax.shift_right_logical(seen - _NOTHING, 1), LARGEST_SCALED)
+    return jnp.where(iota(magnitude.shape, 0, VALUES) < g.tile_rows, magnitude, 0)
 
 
 def encode_bf16(tile: Ref, codes: Ref) -> None:
@@ -84,27 +106,24 @@ def encode_fp8(tile: Ref, largest: Array, codes: Ref, scales: Ref) -> None:
 
     def one(first: Array, x: Array, carry: None) -> None:
         inside = jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x))
-        patterns = _round_to(inside * along(inverse, x.shape, 0), E4M3)
-        patterns = jnp.where(_magnitude(x) < NOT_FINITE, patterns, E4M3.nan)
-        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns.astype(jnp.uint8))
+        numbers = jnp.where(_magnitude(x) < NOT_FINITE, inside * along(inverse, x.shape, 0), jnp.nan)
+        patterns = lax.bitcast_convert_type(numbers.astype(jnp.float8_e4m3fn), jnp.uint8)
+        store(codes.at[:, pl.ds(first, SWIZZLED)], patterns)
 
     _each_piece(tile, one, None)
 
 
-def encode_nvfp4(tile: Ref, largest: Array, codes: Ref, block_scales: Ref) -> None:
-    """A tile [64, K], its head's largest magnitude's bits, alike [64] -> [64, K / 2] and [K / 16, 64] uint8"""
-    scale, inverse = power_of_two_scale(largest, 6.0 * 448.0)
-    byte = iota((TILE_ROWS, 8), 1, STATE)
+def encode_nvfp4(tile: Ref, inverse: Array, codes: Ref, block_scales: Ref, interpret: Interpret) -> None:
+    """A tile [64, K] and 1 / scale of its head, alike [64] float32 -> [64, K / 2] and [64, K / 16] uint8, in any memory"""
+    n = encode.columns_at_once(tile.shape[1])
 
-    def one(first: Array, x: Array, carry: None) -> None:
-        for block in range(SWIZZLED // SCALE_BLOCK):
-            scale_code, words = _encode_block(x[:, block * SCALE_BLOCK : (block + 1) * SCALE_BLOCK], scale, inverse)
-            store(block_scales.at[first // SCALE_BLOCK + block], scale_code)
-            low, high = (along(word, byte.shape, 0) for word in words)
-            eight = lax.shift_right_logical(jnp.where(byte < 4, low, high), (byte & 3) * 8) & 0xFF
-            store(codes.at[:, pl.ds(first // 2 + 8 * block, 8)], eight.astype(jnp.uint8))
+    def one(i: Array, carry: None) -> None:
+        x = load(tile.at[:, pl.ds(i * n, n)], encode.blocks_layout(n)).astype(f32)
+        some_codes, some_scales = encode.encode_nvfp4(x, inverse, interpret)
+        store(codes.at[:, pl.ds(i * (n // 2), n // 2)], some_codes)
+        store(block_scales.at[:, pl.ds(i * (n // SCALE_BLOCK), n // SCALE_BLOCK)], some_scales)
 
-    _each_piece(tile, one, None)
+    lax.fori_loop(0, tile.shape[1] // n, one, None)
 
 
 def _each_piece[T](tile: Ref, one: Callable[[Array, Array, T], T], carry: T) -> T:
@@ -120,25 +139,6 @@ def _each_piece[T](tile: Ref, one: Callable[[Array, Array, T], T], carry: T) -> 
     return lax.fori_loop(0, tile.shape[1] // SWIZZLED, piece, carry)
 
 
-def _encode_block(x: Array, scale: Array, inverse: Array) -> tuple[Array, tuple[Array, Array]]:
-    """[64, 16] float32 and the head's scale [64] -> block scales [64] uint8, two words of eight codes each, [64] int32"""
-    magnitude = _magnitude(x)
-    counted = _counted(magnitude)
-    sixth = _float(jnp.max(counted, axis=1)) * inverse * np.float32(1 / 6)
-    finite = jnp.max(magnitude, axis=1) < NOT_FINITE
-    scale_code = jnp.where(finite, _round_to(sixth, E4M3), E4M3.nan)
-    unit = jnp.where(finite, _e4m3(scale_code) * scale, 0.0)
-    code, size = jnp.zeros(x.shape, i32), _float(counted)
-    for n, half in enumerate(E2M1_HALFWAY):  # exact, so that comparing rounds as an exact quotient would
-        edge = along(unit * half, x.shape, 0)
-        code = code + jnp.where(size > edge if n % 2 == 0 else size >= edge, 1, 0)
-    sign = lax.shift_right_logical(lax.bitcast_convert_type(x, i32), 31) << 3
-    code = jnp.where(along(unit, x.shape, 0) > 0, code | sign, 0)
-    shifted = code << ((iota(x.shape, 1, STATE) & (_PACKED - 1)) * 4)
-    low, high = (jnp.sum(shifted[:, n : n + _PACKED], axis=1) for n in (0, _PACKED))
-    return scale_code.astype(jnp.uint8), (low, high)
-
-
 def power_of_two_scale(largest: Array, limit: float) -> tuple[Array, Array]:
     """The least 2^e, e >= -110, with ``largest <= limit * 2^e``, and 2^-e; 0 and 0 for zero. int32 bits -> float32"""
     top, top_fraction = divmod(int(np.float32(limit).view(np.int32)), 1 << 23)
@@ -149,16 +149,32 @@ def power_of_two_scale(largest: Array, limit: float) -> tuple[Array, Array]:
     return scale, inverse
 
 
-def most(largest: Array, line: Ref) -> Array:
-    """The largest of a tile's rows, in all of them. [64] int32 bits, through shared memory [64] float32 -> [64] int32"""
+def most(largest: Array, line: Ref, interpret: Interpret) -> Array:
+    """The largest of a tile's rows, in all of them. [64] int32, not negative, by way of a line [64] float32 -> [64] int32"""
     store(line, _float(largest))
     barrier()
-    top = jnp.max(load(line, channels_layout(TILE_ROWS)))
-    return lax.bitcast_convert_type(lax.broadcast_in_dim(top, (TILE_ROWS,), ()), i32)
+    layout = channels_layout(TILE_ROWS)
+    bits = lax.bitcast_convert_type(load(line, layout), i32)
+    if interpret is not None:
+        return jnp.full((TILE_ROWS,), jnp.max(bits))
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.dtype(i32), layout=VALUES))
+    def of_warp(context: Any, bits: Any) -> Any:
+        first, second = (vector.extract(x, dynamic_position=[], static_position=[0]) for x in bits.registers.flat)
+        both = arith.maxsi(first, second)
+        top = llvm.inline_asm(both.type, [both], "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
+        return fragmented_array.FragmentedArray.splat(top, (TILE_ROWS,), VALUES.to_mgpu(), is_signed=True)
+
+    return of_warp(bits)
+
+
+def store_first(source: Ref, target: Ref) -> None:
+    """The first rows of shared memory [64, 2 m] bytes to the target [8 n, 2 m], in global memory."""
+    store(target, load(source.at[pl.ds(0, target.shape[0])], _EIGHT_ROWS))
 
 
 def store_rows(source: Ref, target: Ref) -> None:
-    """Shared memory [64] to the target [8 n], in global memory, which may be a column."""
+    """Shared memory [64] to the target [8 n], in global memory."""
     rows = target.shape[0]
     store(target, load(source, VALUES) if rows == TILE_ROWS else load(source.at[0:rows], _EIGHTS))
 
@@ -167,18 +183,8 @@ def _magnitude(x: Array) -> Array:
     return lax.bitcast_convert_type(x, i32) & 0x7FFFFFFF
 
 
-def _counted(magnitude: Array) -> Array:
-    return jnp.where(magnitude < NOT_FINITE, jnp.minimum(magnitude, LARGEST_SCALED), 0)
-
-
 def _float(bits: Array) -> Array:
     return lax.bitcast_convert_type(bits, f32)
-
-
-def _e4m3(pattern: Array) -> Array:
-    """Numbers of patterns that are neither negative nor NaN. int32 -> float32"""
-    small = (pattern & 7).astype(f32) * math.ldexp(1.0, -9)
-    return jnp.where(pattern < 1 << E4M3.mantissa, small, _float((pattern << 20) + ((127 - E4M3.bias) << 23)))
 
 
 def request_streams(g: Geometry, request: Array) -> Array:

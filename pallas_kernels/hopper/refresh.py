@@ -2,12 +2,11 @@
 
     S <- S alpha_j,   u = beta_j (v_j - S k_j),   S <- S + u k_j^T          for the committed records j, in order
 
-in float32, one after the other, the state in registers; then one rounding to the checkpoint's dtype, and the copy of that.
-Without the delta rule u = weight_j v_j. The rows whose turn it is are listed beforehand, and their heads dealt out to all
-blocks: few rows keep the whole GPU busy, and none cost the start of the blocks.
+as ``blocked`` does it for all of a window's at once; then one rounding to the checkpoint's dtype, and the copy of that. Without
+the delta rule u = weight_j v_j. The heads of the rows whose turn it is are dealt out to all blocks: few rows keep the whole GPU
+busy, and none cost the start of the blocks.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,41 +14,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.hopper import copies, records
-from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper import blocked, copies, due, heads, system
+from pallas_kernels.hopper.blocked import SCALES
+from pallas_kernels.hopper.heads import Buffers, Call, Head
 from pallas_kernels.hopper.tiles import (
-    COLUMNS,
-    SQUARE,
     STATE,
     SWIZZLED,
-    TILE_ROWS,
-    VALUES,
     Array,
     Geometry,
     Interpret,
     Pool,
     Ref,
     Rows,
-    along,
     barrier,
     compiler_params,
     f32,
-    i32,
     iota,
-    kilobytes,
-    load,
     named,
-    one_of,
-    records_layout,
     round_to_checkpoint,
     store,
-    swizzled,
 )
-from pallas_kernels.small_floats import SCALE_BLOCK
 
-_SHARED_KB, _THIRD_KB = 227, 75  # of a multiprocessor, for one block and for each of three, which registers allow at best
-# Few enough that starting them for nothing costs little; one, two or three at a time on each of 132 multiprocessors.
-_BLOCKS = 6 * 132
+_MULTIPROCESSORS = 132
+_SHARED_KB = 227  # of one
 
 
 def refresh(
@@ -74,39 +61,51 @@ def refresh(
     """
     g = geometry
     present = [name for name, ref in zip(Pool._fields, pool, strict=True) if ref is not None]
-    upto, queue = _queue(rows, g, due_only)
-    blocks = min(_BLOCKS, g.rows * g.value_heads)
+    blocks = min(_MULTIPROCESSORS * min(heads.side_by_side(g), 228 // (heads.shared_kb(g) + 1)), g.rows * g.value_heads)
+    more_than = max(0, g.window - 2 * g.max_draft) if due_only else 0
 
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
-        slots, _, _, _, upto, queue, streams, first_head, *own = refs
-        call = _Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
-        block, items = lax.axis_index("block"), upto[g.rows - 1] * g.value_heads
+        streams, first_head, *own = refs[4:]
+        call = Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
+        block, buffers = lax.axis_index("block"), Buffers(**named(scratch))
 
-        def one(i: Array, carry: None) -> None:
-            item = block + i * blocks
-            _refresh_head(call, slots[queue[item // g.value_heads]], item % g.value_heads, **named(scratch))
+        def some_rows(i: Array, before: Array) -> Array:
+            first = i * due.ROWS_AT_ONCE
+            words = due.due_rows(call.rows, first, g, more_than, interpret)
+            count = due.count_rows(words, interpret)
+            mine = lax.rem(block + blocks - lax.rem(before * g.value_heads, blocks), blocks)
+            served = (count * g.value_heads - mine + blocks - 1) // blocks
 
-        lax.fori_loop(0, (items - block + blocks - 1) // blocks, one, None)
+            def find(i: Array) -> Head:
+                item = mine + i * blocks
+                return Head.of(call, first + due.nth_row(words, item // g.value_heads, interpret), item % g.value_heads)
+
+            def one(i: Array, numbers: tuple[Array, ...]) -> tuple[Array, ...]:
+                following = find(jnp.minimum(i + 1, served - 1))
+                _refresh_head(call, buffers, Head(*numbers), following, i + 1 < served)
+                return tuple(following)
+
+            @pl.when(served > 0)
+            def _() -> None:
+                head = find(jnp.int32(0))
+                heads.request_head(call, buffers, head)
+                heads.request_updates(call, buffers, head, 0)
+                for tile in range(buffers.held):
+                    heads.request_tile(call, buffers, head, tile, tile)
+                lax.fori_loop(0, served, one, tuple(head))
+
+            return before + count
+
+        lax.fori_loop(0, -(-g.rows // due.ROWS_AT_ONCE), some_rows, jnp.int32(0))
 
     plgpu.kernel(
         replay_refresh,
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=_scratch(g),
-        compiler_params=compiler_params(scalar_reductions=g.readout == "nvfp4"),
+        scratch_types=heads.scratch_of(g),
+        compiler_params=compiler_params(scalar_reductions=False),
         interpret=interpret,
-    )(*rows, upto, queue, copies.request_streams(g, request), first_head, *(getattr(pool, name) for name in present))
-
-
-def _queue(rows: Rows, g: Geometry, due_only: bool) -> tuple[Array, Array]:
-    """Rows to fold up to each one, and the rows to fold, in order; what is left of the queue holds B. [B] int32 each"""
-    slots = jnp.asarray(rows.slots)
-    wanted = (slots >= 0) & (slots < g.slots) & (rows.lengths > 0)
-    count = jnp.where(wanted, jnp.asarray(rows.length)[jnp.clip(slots, 0, g.slots - 1)], 0)
-    wanted = count > (max(0, g.window - 2 * g.max_draft) if due_only else 0)
-    b = jnp.arange(g.rows)
-    upto = jnp.sum(wanted[None, :] & (b[None, :] <= b[:, None]), axis=1, dtype=i32)
-    return upto, jnp.sum(upto[None, :] <= b[:, None], axis=1, dtype=i32)
+    )(*rows, copies.request_streams(g, request), first_head, *(getattr(pool, name) for name in present))
 
 
 def refresh_unsupported(geometry: Geometry) -> str | None:
@@ -118,7 +117,7 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
         return f"key_dim={g.key_dim}: refresh takes multiples of 32 up to 256"
     if g.value_dim % 8:
         return f"value_dim={g.value_dim}: refresh takes multiples of 8"
-    if (needed := _shared_kb(g)) > _SHARED_KB:
+    if (needed := heads.shared_kb(g)) > _SHARED_KB:
         return (
             f"a head of {g.value_dim} x {g.key_dim} needs {needed} KB of shared memory of {_SHARED_KB} for "
             f"readout={g.readout!r}: readout='fp8_e4m3' or a checkpoint of 16 bits takes less"
@@ -126,196 +125,121 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """The kernel's operands and its static parts."""
+def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, more: Array) -> None:
+    """Folds the records of a value head and stores what becomes of it.
 
-    rows: Rows
-    pool: Pool
-    streams: Ref
-    first_head: Ref
-    g: Geometry
-    interpret: Interpret
-
-
-def _scratch(g: Geometry, held: int | None = None) -> dict[str, Any]:
-    """Shared memory of a block, for ``held`` tiles at a time."""
-    held = _held(g) if held is None else held
-    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // RING_CHUNK
-    update_copies = chunks if g.tile_rows == TILE_ROWS else g.window
-    updates = plgpu.SMEM((held, g.window, TILE_ROWS), g.update_dtype)
-    keys = plgpu.SMEM((g.window, g.key_dim), g.record_dtype)
-    copy = copies.scratch(g)
-    if g.readout == "nvfp4":  # encoded when all tiles have been folded
-        records_and_copy = one_of({"updates": updates, "codes": copy["codes"]})
-        records_and_copy |= one_of({"keys": keys, "block_scales": copy["block_scales"]})
-    else:
-        records_and_copy = {"updates": updates, "keys": keys, **copy}
-    return {
-        "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
-        **records_and_copy,
-        **({"decays": plgpu.SMEM((g.window, g.key_dim), f32)} if g.channel_gate else {}),
-        # by ring row: weights, keys' factors, decays of a head gate; and scales by row of a tile
-        "numbers": plgpu.SMEM((4, TILE_ROWS), f32),
-        "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
-        "tile_arrived": plgpu.Barrier(num_arrivals=1 + update_copies, num_barriers=held),
-    }
-
-
-def _held(g: Geometry) -> int:
-    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for two more blocks."""
-    return g.tiles if g.readout == "nvfp4" or _shared_kb(g, g.tiles) <= _THIRD_KB else 1
-
-
-def _shared_kb(g: Geometry, held: int | None = None) -> int:
-    """Shared memory of a block in KB."""
-    return kilobytes(_scratch(g, held), reductions=g.readout == "nvfp4")
-
-
-def _refresh_head(
-    call: _Call,
-    slot: Array,
-    h: Array,
-    *,
-    tiles: Ref,
-    updates: Ref,
-    keys: Ref,
-    numbers: Ref,
-    head_arrived: Ref,
-    tile_arrived: Ref,
-    decays: Ref | None = None,
-    **copy: Ref,
-) -> None:
-    """Folds the records of one value head of one slot, and stores what becomes of it."""
-    g, pool, interpret = call.g, call.pool, call.interpret
-    scales = numbers.at[3]
-    count, origin, held = call.rows.length[slot], call.rows.origin[slot], tiles.shape[0]
-    weights, factors, head_decays = (numbers.at[n, pl.ds(0, g.window)] for n in range(3))
-    left = head_decays if decays is None else decays
-    ring = Ring(keys, [keys], updates.at[0], left, None, weights, origin & (g.window - 1), count, g.window)
-
-    def request_tile(t: Any, i: int) -> None:
-        arrived, own = tile_arrived.at[i], pl.ds(t * g.tile_rows, g.tile_rows)
-        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, own], tiles.at[i, pl.ds(0, g.tile_rows)], arrived)
-        target = dataclasses.replace(ring, update=updates.at[i])
-        records.request_updates(pool, slot, h, t * g.tile_rows, target, g, RING_CHUNK, arrived, interpret)
-
-    if held == g.tiles:
-        for t in range(held):
-            request_tile(t, t)
-    records.request_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, head_arrived, interpret)
-    records.request_decays(pool, slot, h, ring, g, RING_CHUNK, head_arrived, interpret)
-    if pool.factor is not None:
-        plgpu.copy_gmem_to_smem(pool.factor.at[slot, h // g.group_size], factors, head_arrived)
-    plgpu.barrier_wait(head_arrived)
-    remains = jnp.exp(load(left, records_layout(g.key_dim) if g.channel_gate else SQUARE.reduce(1)))
-    barrier()
-    store(left, remains)  # rows without a record may hold anything, and are never used
-    barrier()
-
-    def one_tile(t: Any, largest: Array) -> Array:
-        i = t if held == g.tiles else 0
-        if held < g.tiles:
-            request_tile(t, 0)
-        plgpu.barrier_wait(tile_arrived.at[i])
-        tile, own = tiles.at[i], pl.ds(t * g.tile_rows, g.tile_rows)
-        state = load(tile, STATE).astype(f32)
-        state = _fold(state, dataclasses.replace(ring, update=updates.at[i]), factors, g)
-        _store_rounded(call, state, tile, slot, h, t * g.tile_rows, origin + count)
-        if g.readout in ("fp8_e4m3", "nvfp4"):
-            largest = jnp.maximum(largest if g.readout == "nvfp4" else 0, copies.largest_by_row(tile, g))
-        if g.readout == "bf16":
-            copies.encode_bf16(tile, copy["codes"])
-        if g.readout == "fp8_e4m3":
-            copies.encode_fp8(tile, largest, copy["codes"], scales)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tile.at[pl.ds(0, g.tile_rows)], pool.checkpoint.at[slot, h, own])
-        if g.readout in ("bf16", "fp8_e4m3"):
-            _store_codes(call, copy["codes"], slot, h, own)
-        if g.readout == "fp8_e4m3" and pool.scale is not None:
-            copies.store_rows(scales, pool.scale.at[slot, h, own])
-        if g.readout != "nvfp4":
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return largest
-
-    largest = lax.fori_loop(0, g.tiles, one_tile, plgpu.layout_cast(jnp.zeros((TILE_ROWS,), i32), VALUES))
-    if g.readout == "nvfp4":
-        _copy_nvfp4(call, tiles, largest, slot, h, scales, **copy)
-    plgpu.commit_smem()  # the next head's copies overwrite what has been read and written here
-
-
-def _fold(state: Array, ring: Ring, factors: Ref, g: Geometry) -> Array:
-    """A tile's state after the committed records.
-
-    Args:
-        state: [64, K] float32
-        ring: the records; ``log_decay`` has what a record leaves, its exponential. ``weight`` is beta with the delta rule.
-        factors: the keys' factors with the delta rule. [L]
-        g: sizes of the call.
-
-    Returns:
-        [64, K] float32
+    Everything it needs has been requested before; what it has done with it requests for the head that follows, if there is one.
     """
-    shape = state.shape
-    weights: Any = ring.weight
+    g, held, whole_codes = call.g, buffers.held, call.g.readout in ("bf16", "fp8_e4m3")
+    fold = buffers.fold(head, g, call.interpret)
 
-    def one(j: Array, state: Array) -> Array:
-        row = ring.row(j)
-        key = along(load(ring.key.at[row], COLUMNS).astype(f32), shape, 1)
-        u = load(ring.update.at[row], VALUES).astype(f32)
-        state = state * (along(load(ring.log_decay.at[row], COLUMNS), shape, 1) if g.channel_gate else ring.log_decay[row])
-        weight = weights[row]
-        if g.delta_rule:
-            factor = factors[row]
-            u = (u - factor * jnp.sum(state * key, axis=1)) * (weight * factor)
-        else:
-            u = u * weight
-        return state + along(u, shape, 0) * key
+    def request_head() -> None:
+        @pl.when(more)
+        def _() -> None:
+            heads.request_head(call, buffers, following)
 
-    return lax.fori_loop(0, ring.count, one, state)
+    plgpu.barrier_wait(buffers.head_arrived)
+    system.prepare(fold)
+    if not blocked.takes_keys(g):
+        request_head()
+
+    def one_tile(t: Any, seen: Array) -> Array:
+        i = t if held == g.tiles else 0
+        plgpu.barrier_wait(buffers.updates_arrived)
+        values = blocked.values_of(fold)
+        plgpu.commit_smem()  # everybody has read what is overwritten now
+
+        @pl.when(t + 1 < g.tiles)
+        def _() -> None:
+            heads.request_updates(call, buffers, head, t + 1)
+
+        @pl.when((t + 1 == g.tiles) & more)
+        def _() -> None:
+            heads.request_updates(call, buffers, following, 0)
+
+        plgpu.barrier_wait(buffers.tile_arrived.at[i])
+        tile, codes = buffers.tiles.at[i], buffers.codes.at[i] if whole_codes else None
+
+        def round_piece(first: Array, state: Array, seen: Array) -> Array:
+            piece = _rounded(call, head, state, t * g.tile_rows, first)
+            store(tile.at[:, pl.ds(first, SWIZZLED)], piece)
+            return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
+
+        seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
+        _store_tile(call, head, t, tile, codes, buffers.numbers.at[SCALES], seen)
+        if held < g.tiles:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()
+
+            @pl.when(t + 1 < g.tiles)
+            def _() -> None:
+                heads.request_tile(call, buffers, head, t + 1, 0)
+
+        return seen if g.readout == "nvfp4" else copies.nothing_seen()
+
+    seen = lax.fori_loop(0, g.tiles, one_tile, copies.nothing_seen())
+    if blocked.takes_keys(g):
+        request_head()
+    if g.readout == "nvfp4":
+        _copy_nvfp4(call, buffers, head, seen)
+    for i in range(held):
+        plgpu.wait_smem_to_gmem((held - 1 - i) * (1 + whole_codes), wait_read_only=True)
+        plgpu.commit_smem()
+
+        @pl.when(more)
+        def _(i: int = i) -> None:
+            heads.request_tile(call, buffers, following, i, i)
 
 
-def _store_rounded(call: _Call, state: Array, tile: Ref, slot: Array, h: Array, first: Any, position: Array) -> None:
-    """The one rounding, of a tile from value ``first`` on. [64, K] float32 -> shared memory [64, K] checkpoint dtype"""
+def _rounded(call: Call, head: Head, state: Array, first_value: Any, first: Array) -> Array:
+    """The one rounding, of a tile's piece. [64, 32] float32 -> checkpoint dtype"""
     g = call.g
-    for start in range(0, g.key_dim, SWIZZLED):
-        columns = slice(start, start + SWIZZLED)
-        piece = state[:, columns]
-        if g.rounding == "nearest" or g.checkpoint_dtype == f32:
-            store(tile.at[:, columns], round_to_checkpoint(piece, g.checkpoint_dtype))
-            continue
-        row, column = (iota(piece.shape, axis, STATE) for axis in (0, 1))
-        element = (first + row) * g.key_dim + (start + column)
-        head = call.first_head[0] + h
-        store(tile.at[:, columns], copies.round_by_chance(piece, g, call.streams[slot], position, head, element))
+    if g.rounding == "nearest" or g.checkpoint_dtype == f32:
+        return round_to_checkpoint(state, g.checkpoint_dtype)
+    row, column = (iota(state.shape, axis, STATE) for axis in (0, 1))
+    element, number = (first_value + row) * g.key_dim + (first + column), call.first_head[0] + head.h
+    return copies.round_by_chance(state, g, call.streams[head.slot], head.position, number, element)
 
 
-def _store_codes(call: _Call, codes: Ref, slot: Array, h: Array, values: Any) -> None:
-    payload: Any = call.pool.payload
-    plgpu.copy_smem_to_gmem(codes.at[pl.ds(0, call.g.tile_rows)], payload.at[slot, h, values])
+def _store_tile(call: Call, head: Head, t: Array, tile: Ref, codes: Ref, scales: Ref, seen: Array) -> None:
+    """Starts storing a tile of the checkpoint, and of its copy but for nvfp4."""
+    g, pool, stored = call.g, call.pool, pl.ds(0, call.g.tile_rows)
+    values = pl.ds(t * g.tile_rows, g.tile_rows)
+    payload: Any = pool.payload
+    if g.readout == "bf16":
+        copies.encode_bf16(tile, codes)
+    if g.readout == "fp8_e4m3":
+        copies.encode_fp8(tile, copies.largest(seen, g), codes, scales)
+    plgpu.commit_smem()
+    if codes is not None:
+        plgpu.copy_smem_to_gmem(codes.at[stored], payload.at[head.slot, head.h, values])
+    if g.readout == "fp8_e4m3" and pool.scale is not None:
+        copies.store_rows(scales, pool.scale.at[head.slot, head.h, values])
+    plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[head.slot, head.h, values])
 
 
-def _copy_nvfp4(
-    call: _Call, tiles: Ref, largest: Array, slot: Array, h: Array, scales: Ref, *, codes: Ref, block_scales: Ref
-) -> None:
-    """The copy of a head whose rounded tiles are in shared memory, from the largest magnitude in each row of a tile."""
-    g, pool = call.g, call.pool
+def _copy_nvfp4(call: Call, buffers: Buffers, head: Head, seen: Array) -> None:
+    """The copy of a head whose rounded tiles are in shared memory, from what has been seen of each row of a tile."""
+    g, pool, scales = call.g, call.pool, buffers.numbers.at[SCALES]
+    payload: Any = pool.payload
     pool_scale: Any = pool.scale
-    pool_blocks: Any = pool.block_scale
-    largest = copies.most(largest, scales)
+    block_scale: Any = pool.block_scale
+    scale, inverse = copies.power_of_two_scale(copies.most(copies.largest(seen, g), scales, call.interpret), 6.0 * 448.0)
     barrier()
-    store(scales, copies.power_of_two_scale(largest, 6.0 * 448.0)[0])
+    store(scales, scale)
     barrier()
-    pool_scale[slot, h] = scales[0]
+    pool_scale[head.slot, head.h] = scales[0]
 
     def one(t: Array, carry: None) -> None:
-        copies.encode_nvfp4(tiles.at[t], largest, codes, block_scales)
-        plgpu.commit_smem()
         values = pl.ds(t * g.tile_rows, g.tile_rows)
-        _store_codes(call, codes, slot, h, values)
-        for block in range(g.key_dim // SCALE_BLOCK):
-            copies.store_rows(block_scales.at[block], pool_blocks.at[slot, h, values, block])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        barrier()
+        targets = payload.at[head.slot, head.h, values], block_scale.at[head.slot, head.h, values]
+        codes, blocks = targets if buffers.codes is None else (buffers.codes, buffers.block_scales)
+
+        copies.encode_nvfp4(buffers.tiles.at[t], inverse, codes, blocks, call.interpret)
+        if buffers.codes is not None:
+            barrier()
+            for source, target in zip((codes, blocks), targets, strict=True):
+                copies.store_first(source, target)
+            barrier()
 
     lax.fori_loop(0, g.tiles, one, None)

@@ -1,0 +1,154 @@
+"""A value head that ``refresh`` works on: what a block holds of it, and how that gets there."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.hopper import blocked, copies, records
+from pallas_kernels.hopper.blocked import Fold
+from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    Array,
+    Geometry,
+    Interpret,
+    Pool,
+    Ref,
+    Rows,
+    kilobytes,
+    swizzled,
+)
+
+_HALF_KB = 113  # of shared memory, for each of two blocks on a multiprocessor
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The kernel's operands and its static parts."""
+
+    rows: Rows
+    pool: Pool
+    streams: Ref
+    first_head: Ref
+    g: Geometry
+    interpret: Interpret
+
+
+class Head(NamedTuple):
+    """A value head of a slot whose records are to be folded."""
+
+    slot: Array
+    h: Array
+    length: Array  # committed records
+    origin: Array  # tokens folded so far
+
+    @staticmethod
+    def of(call: Call, row: Array, h: Array) -> "Head":
+        slot = call.rows.slots[row]
+        return Head(slot, h, call.rows.length[slot], call.rows.origin[slot])
+
+    @property
+    def position(self) -> Array:
+        """Tokens folded when this has been."""
+        return self.origin + self.length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Buffers:
+    """Shared memory of a block, see ``scratch_of``."""
+
+    tiles: Ref
+    updates: Ref
+    numbers: Ref
+    planes: list[Ref]
+    head_arrived: Ref
+    tile_arrived: Ref
+    updates_arrived: Ref
+    keys: Ref = None
+    decays: Ref = None
+    readers: list[Ref] | None = None
+    total: Ref = None
+    system: Ref = None
+    inverse: Ref = None
+    codes: Ref = None
+    block_scales: Ref = None
+
+    @property
+    def held(self) -> int:
+        return self.tiles.shape[0]
+
+    def ring(self, head: Head, g: Geometry) -> Ring:
+        weights, _, log_decays = (self.numbers.at[n, pl.ds(0, g.window)] for n in range(3))
+        keys = self.planes[0] if self.keys is None else self.keys
+        log_decays = log_decays if self.decays is None else self.decays
+        return Ring(keys, [keys], self.updates, log_decays, None, weights, head.origin & (g.window - 1), head.length, g.window)
+
+    def fold(self, head: Head, g: Geometry, interpret: Interpret) -> Fold:
+        readers = self.readers or self.planes
+        return Fold(
+            self.ring(head, g),
+            self.planes,
+            readers,
+            self.decays,
+            self.total,
+            self.system,
+            self.inverse,
+            self.numbers,
+            g,
+            interpret,
+        )
+
+
+def scratch_of(g: Geometry, held: int | None = None) -> dict[str, Any]:
+    """Shared memory of a block, for ``held`` tiles at a time."""
+    held = _held(g) if held is None else held
+    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // RING_CHUNK
+    return {
+        "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
+        "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
+        **blocked.scratch(g),
+        **copies.scratch(g, held),
+        "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
+        "tile_arrived": plgpu.Barrier(num_barriers=held),
+        "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
+    }
+
+
+def side_by_side(g: Geometry) -> int:
+    """Blocks for whose registers a multiprocessor has room."""
+    return 2 if g.channel_gate else 3 + (not g.delta_rule)
+
+
+def _held(g: Geometry) -> int:
+    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for another block."""
+    return g.tiles if g.readout == "nvfp4" or shared_kb(g, g.tiles) <= _HALF_KB else 1
+
+
+def shared_kb(g: Geometry, held: int | None = None) -> int:
+    """Shared memory of a block in KB."""
+    return kilobytes(scratch_of(g, held), reductions=False)
+
+
+def request_head(call: Call, buffers: Buffers, head: Head) -> None:
+    """Starts copying what all tiles of a head need."""
+    g, pool, ring = call.g, call.pool, buffers.ring(head, call.g)
+    arrived, key_head = buffers.head_arrived, head.h // g.group_size
+    records.request_keys(pool, head.slot, key_head, ring, RING_CHUNK, arrived, call.interpret)
+    records.request_decays(pool, head.slot, head.h, ring, g, RING_CHUNK, arrived, call.interpret)
+    if pool.factor is not None:
+        factors = buffers.numbers.at[blocked.FACTORS, pl.ds(0, g.window)]
+        plgpu.copy_gmem_to_smem(pool.factor.at[head.slot, key_head], factors, arrived)
+
+
+def request_updates(call: Call, buffers: Buffers, head: Head, t: Any) -> None:
+    g, ring, arrived = call.g, buffers.ring(head, call.g), buffers.updates_arrived
+    records.request_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived, call.interpret)
+
+
+def request_tile(call: Call, buffers: Buffers, head: Head, t: Any, i: int) -> None:
+    g, target = call.g, buffers.tiles.at[i, pl.ds(0, call.g.tile_rows)]
+    source = call.pool.checkpoint.at[head.slot, head.h, pl.ds(t * g.tile_rows, g.tile_rows)]
+    plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
