@@ -1,6 +1,6 @@
 """Times steps that read a copy of the checkpoint in fewer bytes against ones that read the float32 checkpoint, on a Hopper GPU.
 
-    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,raw,bf16,fp8_e4m3,nvfp4]
+    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,raw,bf16,bf16_plane,fp8_e4m3,nvfp4]
         [--batch 256] [--tokens 1]
 
 "raw" reads the checkpoint too, but with raw records as the copies have them: what a copy gains and what they cost come apart.
@@ -26,7 +26,7 @@ from benchmarks.kernels import GEOMETRIES, LOOP, RECURRENCES, WINDOW, window_mea
 from benchmarks.turns import measure_all, timeline, write  # noqa: E402
 
 # what ordinary steps read: the float32 checkpoint, with records of updates or raw ones; or a copy of it, with raw records
-READOUTS = ("checkpoint", "raw", "bf16", "fp8_e4m3", "nvfp4")
+READOUTS = ("checkpoint", "raw", "bf16", "bf16_plane", "fp8_e4m3", "nvfp4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ def program(job: Job) -> tuple[Any, Any]:
 
     import replayssm_jax as rs
     from replayssm_jax import replay_pallas
-    from replayssm_jax.readout import encode
+    from replayssm_jax.readout import PLANE, encode, lower_plane
 
     delta_rule, channel_gate = RECURRENCES[job.family]
     (heads, key_heads), (value_dim, key_dim) = GEOMETRIES[job.family][0]
@@ -92,6 +92,7 @@ def program(job: Job) -> tuple[Any, Any]:
             factor=None if ring.factor is None else jnp.ones_like(ring.factor),
         )
         copy = None if state.readout is None else encode(job.readout, checkpoint)
+        checkpoint = lower_plane(checkpoint) if job.readout == PLANE else checkpoint
         tokens = rs.Tokens(
             q=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),
             k=normal((*lead, key_heads, key_dim), "bfloat16", key_dim**-0.5),

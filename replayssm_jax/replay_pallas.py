@@ -10,7 +10,6 @@ from pallas_kernels import hopper
 from pallas_kernels.hopper.place import block_scale_rows
 from pallas_kernels.hopper.read import read
 from pallas_kernels.hopper.refresh import refresh
-from replayssm_jax.readout import PLANE
 from replayssm_jax.state import ReplayState, Tokens
 
 Array = jax.Array
@@ -33,8 +32,6 @@ def unsupported_shape(state: ReplayState, tokens: Tokens | None = None) -> str |
 
 def _unsupported_policy(state: ReplayState) -> str | None:
     policy = state.policy
-    if policy.readout == PLANE:
-        return f"readout={PLANE!r}: the GPU kernels take copies"
     if policy.rounding != "nearest" and policy.records_updates and state.recurrence.delta_rule:
         return f"rounding={policy.rounding!r} with records of updates: the GPU kernels take it with records='raw' or a copy"
     return None

@@ -14,7 +14,7 @@ from replayssm_jax.rounding import round_checkpoint
 from tests.cases import Case
 from tests.compare import relative_error, same_bits
 from tests.kernel_runs import mid_window
-from tests.lockstep import FAST_COMPILE
+from tests.lockstep import FAST_COMPILE, whole_checkpoint
 
 # batch rows: slots out of order, one of them padding, one row without tokens, one slot (1) that nobody names
 SLOTS = np.array([2, 9, 0, 3, 4], np.int32)
@@ -35,7 +35,8 @@ def run_refresh(state: ReplayState, slots, lengths, due_only: bool, interpret=No
 
 def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> ReplayState:
     """A pool in mid-window with raw records, its read-out copy and request ids."""
-    state = mid_window(case, rng, counts)
+    whole = dataclasses.replace(case, readout="bf16") if case.readout == readout.PLANE else case  # split at the end
+    state = mid_window(whole, rng, counts)
     factor = state.buffer.factor
     if factor is not None:
         factor = np.full(factor.shape, np.nan, np.float32)
@@ -51,6 +52,7 @@ def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> Repla
         checkpoint=(state.checkpoint * scale).astype(state.checkpoint.dtype),
         buffer=dataclasses.replace(state.buffer, factor=factor, log_decay=log_decay),
         pointer=dataclasses.replace(state.pointer, request=jnp.asarray(rng.integers(0, 2**31, len(counts)), jnp.int32)),
+        policy=dataclasses.replace(state.policy, readout=case.readout),
     )
     return with_copy(state)
 
@@ -58,7 +60,9 @@ def make_state(case: Case, rng: np.random.Generator, counts: list[int]) -> Repla
 def with_copy(state: ReplayState) -> ReplayState:
     if state.policy.readout == "checkpoint":
         return state
-    return dataclasses.replace(state, readout=encode(state.policy.readout, state.checkpoint))
+    policy, checkpoint = state.policy, state.checkpoint
+    lower = readout.lower_plane(checkpoint) if policy.readout == readout.PLANE else checkpoint
+    return dataclasses.replace(state, checkpoint=lower, readout=encode(policy.readout, checkpoint))
 
 
 encode = jax.jit(readout.encode, static_argnums=0, compiler_options=FAST_COMPILE)
@@ -69,7 +73,7 @@ def as_float32(state: ReplayState) -> ReplayState:
     policy = dataclasses.replace(
         state.policy, checkpoint_dtype="float32", readout="checkpoint", records="raw", rounding="nearest"
     )
-    return dataclasses.replace(state, policy=policy, checkpoint=state.checkpoint.astype(jnp.float32), readout=None)
+    return dataclasses.replace(state, policy=policy, checkpoint=jnp.asarray(whole_checkpoint(state), jnp.float32), readout=None)
 
 
 @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
@@ -106,14 +110,14 @@ def assert_refresh_is_right(
     finite = np.isfinite(np.asarray(want.checkpoint, np.float32))
     limit = float(jnp.finfo(policy.checkpoint_dtype).max)
     expected = np.clip(np.where(finite, want.checkpoint, 0), -limit, limit)
-    got = np.where(finite, np.asarray(after.checkpoint, np.float32), 0)
+    got = np.where(finite, np.asarray(whole_checkpoint(after), np.float32), 0)
     error = relative_error(got[touched], expected[touched])
     assert error <= tolerance + FOLD_ROUNDING[dtype] * (2 if policy.rounding == "stochastic" else 1), f"checkpoint: {error}"
     assert same_bits(after.buffer, state.buffer), "a refresh wrote to the ring"
     before_and_after = ((x.checkpoint[untouched], jax.tree.map(lambda y: y[untouched], x.readout)) for x in (state, after))
     assert same_bits(*before_and_after), "a slot changed that had no part in this"
     if policy.readout != "checkpoint":
-        copy = encode(policy.readout, after.checkpoint)
+        copy = encode(policy.readout, whole_checkpoint(after))
         for field in dataclasses.fields(copy):
             got, expected = getattr(after.readout, field.name), getattr(copy, field.name)
             if expected is not None:

@@ -27,6 +27,7 @@ READS = (
     ("mamba2", "fp8_e4m3", 1, 5, 4),
     ("kda", "bf16", 1, 3, 2),
     ("gdn", "fp8_e4m3", 5, 3, 2),
+    ("gdn", "bf16_plane", 1, 4, 3),
 )
 
 
@@ -75,7 +76,7 @@ def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, ref
     check_in_place(compiled, arguments[0])
     # What one view of memory was written through is read through another: had layout inference tiled or swizzled them apart,
     # numbers would be read from where nobody has put them. Views that are not tiled may have rows of any length.
-    views = _views(tmp_path, "replay_read")
+    views = {**_views(tmp_path, "replay_read"), **(_views(tmp_path, "replay_refresh") if form == "bf16_plane" else {})}
     assert views
     for place, own in views.items():
         assert len({(tile and row, tile, swizzle) for row, tile, swizzle in own}) == 1, f"views of {place} differ: {own}"

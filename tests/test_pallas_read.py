@@ -28,6 +28,7 @@ CASES = (
     _case("gdn-5-bf16", (1, 1), True, "head", "bf16", 5, activations="float16"),
     _case("kda-3-nvfp4", (1, 1), True, "channel", "nvfp4", 3, checkpoint="bfloat16"),
     _case("gla-2-fp8", (1, 1), False, "channel", "fp8_e4m3", 2, factors=True, window=32),
+    _case("gdn-plane", (1, 1), True, "head", "bf16_plane", factors=True, activations="bfloat16"),
     _case("gdn-raw", (1, 1), True, "head", "checkpoint", records="raw"),
     _case("mamba2-8-heads", (8, 1), False, "head", "nvfp4", dims=(64, 128), activations="bfloat16", factors=True),
     _case("kda-2-key-heads", (2, 2), True, "channel", "nvfp4", activations="bfloat16", factors=True),

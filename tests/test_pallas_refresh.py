@@ -39,6 +39,7 @@ CASES = (
     _case("kda", (2, 2), (64, 128), True, "channel", "fp8_e4m3", activations="float16", checkpoint="float16"),
     _case("mamba2", (2, 1), (24, 96), False, "head", "bf16", activations="bfloat16"),
     _case("gla", (2, 1), (8, 32), False, "channel", "nvfp4"),
+    _case("gdn-plane", (1, 1), (80, 64), True, "head", "bf16_plane", activations="bfloat16"),
     _case("none", (1, 1), (8, 32), True, "channel", "checkpoint", checkpoint="bfloat16"),
 )
 
@@ -51,7 +52,13 @@ def test_refresh(case, rng, no_races):
 
 @pytest.mark.parametrize(
     ("case", "readout", "held"),
-    [(CASES[1], "fp8_e4m3", 1), (CASES[1], "fp8_e4m3", 2), (CASES[1], "nvfp4", 2), (CASES[4], "nvfp4", 1)],
+    [
+        (CASES[1], "fp8_e4m3", 1),
+        (CASES[1], "fp8_e4m3", 2),
+        (CASES[1], "nvfp4", 2),
+        (CASES[4], "nvfp4", 1),
+        (CASES[5], "bf16_plane", 2),
+    ],
     ids=lambda x: getattr(x, "id", x),
 )
 def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):

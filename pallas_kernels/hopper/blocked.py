@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.copies import load_piece
 from pallas_kernels.hopper.records import Ring, keep_rows
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -118,7 +119,7 @@ def weigh(fold: Fold, tile: Ref, values: Array) -> Array:
     def reads() -> Iterator[list[Any]]:
         for first in range(0, g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
-            terms = terms_of(load(tile.at[:, columns], STATE))
+            terms = terms_of(load_piece(tile, columns))
             yield [(x, plane, columns) for x, plane in pairs(terms, fold.readers)]
 
     of_reads, of_values = (along(load(fold.number(which), COLUMNS), shape, 1) for which in (OF_READS, OF_VALUES))
@@ -141,7 +142,7 @@ def fold_tile[T](fold: Fold, tile: Ref, weights: Array, one: Callable[[Array, Ar
         for at in range(0, width, SWIZZLED):
             first = i * width + at
             columns = pl.ds(first, SWIZZLED)
-            state = load(tile.at[:, columns], STATE).astype(f32)
+            state = load_piece(tile, columns).astype(f32)
             if fold.total is None:
                 remains = fold.numbers[TOTAL, 0]
             else:

@@ -49,7 +49,7 @@ _EIGHT_ROWS = plgpu.Layout.TILED(
 
 def scratch(g: Geometry, held: int) -> dict[str, Any]:
     """Shared memory for the copies of ``held`` tiles, or of nvfp4 for that of one which is not whole."""
-    if g.readout == "checkpoint" or (g.readout == "nvfp4" and g.tile_rows == TILE_ROWS):
+    if g.readout == "checkpoint" or g.halved or (g.readout == "nvfp4" and g.tile_rows == TILE_ROWS):
         return {}
     if g.readout == "bf16":
         return {"codes": plgpu.SMEM((held, TILE_ROWS, g.key_dim), jnp.uint16, transforms=swizzled(jnp.uint16))}
@@ -86,6 +86,24 @@ def largest(seen: Array, g: Geometry) -> Array:
     """Bits of the largest magnitude of each row as scales see it, 0 in rows that are nobody's. [64] int32"""
     magnitude = jnp.minimum(lax.shift_right_logical(seen - _NOTHING, 1), LARGEST_SCALED)
     return jnp.where(iota(magnitude.shape, 0, VALUES) < g.tile_rows, magnitude, 0)
+
+
+def load_piece(tile: Ref, columns: Any) -> Array:
+    """Columns of a tile [64, K], or of one of which halves are kept, [2, 64, K] uint16, upper and lower ones. In ``STATE``."""
+    if len(tile.shape) == 2:
+        return load(tile.at[:, columns], STATE)
+    upper, lower = (load(tile.at[n, :, columns], STATE).astype(i32) for n in range(2))
+    return lax.bitcast_convert_type(small_floats.join_halves(upper, lower), f32)
+
+
+def store_piece(tile: Ref, columns: Any, x: Array) -> None:
+    """The reverse of ``load_piece``; of halves all NaN are alike."""
+    if len(tile.shape) == 2:
+        store(tile.at[:, columns], x)
+        return
+    bits = jnp.where(_magnitude(x) > NOT_FINITE, 0x7FC00000, lax.bitcast_convert_type(x, i32))
+    for n, half in enumerate((small_floats.upper_half(bits), bits & 0xFFFF)):
+        store(tile.at[n, :, columns], half.astype(jnp.uint16))
 
 
 def encode_bf16(tile: Ref, codes: Ref) -> None:

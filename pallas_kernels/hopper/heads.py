@@ -105,14 +105,15 @@ class Buffers:
 def scratch_of(g: Geometry, held: int | None = None) -> dict[str, Any]:
     """Shared memory of a block, for ``held`` tiles at a time."""
     held = _held(g) if held is None else held
-    dtype, chunks = jnp.dtype(g.checkpoint_dtype), g.window // RING_CHUNK
+    dtype, chunks = jnp.dtype("uint16" if g.halved else g.checkpoint_dtype), g.window // RING_CHUNK
+    tile = (2, TILE_ROWS, g.key_dim) if g.halved else (TILE_ROWS, g.key_dim)
     return {
-        "tiles": plgpu.SMEM((held, TILE_ROWS, g.key_dim), dtype, transforms=swizzled(dtype)),
+        "tiles": plgpu.SMEM((held, *tile), dtype, transforms=swizzled(dtype)),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
         **blocked.scratch(g),
         **copies.scratch(g, held),
         "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
-        "tile_arrived": plgpu.Barrier(num_barriers=held),
+        "tile_arrived": plgpu.Barrier(num_arrivals=1 + g.halved, num_barriers=held),
         "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
     }
 
@@ -149,6 +150,15 @@ def request_updates(call: Call, buffers: Buffers, head: Head, t: Any) -> None:
 
 
 def request_tile(call: Call, buffers: Buffers, head: Head, t: Any, i: int) -> None:
-    g, target = call.g, buffers.tiles.at[i, pl.ds(0, call.g.tile_rows)]
-    source = call.pool.checkpoint.at[head.slot, head.h, pl.ds(t * g.tile_rows, g.tile_rows)]
-    plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
+    for source, target in tile_parts(call, buffers, head, t, i):
+        plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
+
+
+def tile_parts(call: Call, buffers: Buffers, head: Head, t: Any, i: Any) -> list[tuple[Ref, Ref]]:
+    """Where a tile of the checkpoint lies, in global and in shared memory: in one piece or in two halves of its numbers."""
+    g, pool, rows = call.g, call.pool, pl.ds(0, call.g.tile_rows)
+    place = head.slot, head.h, pl.ds(t * g.tile_rows, g.tile_rows)
+    if not g.halved:
+        return [(pool.checkpoint.at[place], buffers.tiles.at[i, rows])]
+    upper: Any = pool.payload
+    return [(upper.at[place], buffers.tiles.at[i, 0, rows]), (pool.checkpoint.at[place], buffers.tiles.at[i, 1, rows])]

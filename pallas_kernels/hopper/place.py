@@ -180,7 +180,7 @@ def _tile_scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     match g.readout:
         case "checkpoint":
             return {"tile": plgpu.SMEM(shape, jnp.dtype(g.checkpoint_dtype), transforms=swizzled(g.checkpoint_dtype))}
-        case "bf16":
+        case "bf16" | "bf16_plane":
             tiles = (plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)) for dtype in (jnp.uint16, bf16))
             return one_of(dict(zip(("tile", "numbers_of_tile"), tiles, strict=True)))
         case "fp8_e4m3":

@@ -274,10 +274,10 @@ class _Reader(Place):
             plgpu.barrier_wait(s["piece_arrived"].at[stage])
             for at in range(0, columns, SWIZZLED):
                 own, of_planes = pl.ds(at, SWIZZLED), pl.ds(first + at, SWIZZLED)
-                if g.readout == "bf16" and self.interpret is not None:
+                if "numbers_of_tile" in s and self.interpret is not None:
                     state = lax.bitcast_convert_type(s["tile"].at[stage, :, own][...], bf16)
                 else:
-                    state = load(s["numbers_of_tile" if g.readout == "bf16" else "tile"].at[stage, :, own], STATE)
+                    state = load(s["numbers_of_tile" if "numbers_of_tile" in s else "tile"].at[stage, :, own], STATE)
                 terms = split(state) if state.dtype == f32 else [state]
                 yield [(term, planes, of_planes) for term in terms]
             self.all_have_read()

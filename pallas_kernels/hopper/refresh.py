@@ -162,11 +162,11 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
 
         def round_piece(first: Array, state: Array, seen: Array) -> Array:
             piece = _rounded(call, head, state, t * g.tile_rows, first)
-            store(tile.at[:, pl.ds(first, SWIZZLED)], piece)
+            copies.store_piece(tile, pl.ds(first, SWIZZLED), piece)
             return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
 
         seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
-        _store_tile(call, head, t, tile, codes, buffers.numbers.at[SCALES], seen)
+        _store_tile(call, buffers, head, t, i, codes, seen)
         if held < g.tiles:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
@@ -183,7 +183,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
     if g.readout == "nvfp4":
         _copy_nvfp4(call, buffers, head, seen)
     for i in range(held):
-        plgpu.wait_smem_to_gmem((held - 1 - i) * (1 + whole_codes), wait_read_only=True)
+        plgpu.wait_smem_to_gmem((held - 1 - i) * (1 + whole_codes + g.halved), wait_read_only=True)
         plgpu.commit_smem()
 
         @pl.when(more)
@@ -201,10 +201,10 @@ def _rounded(call: Call, head: Head, state: Array, first_value: Any, first: Arra
     return copies.round_by_chance(state, g, call.streams[head.slot], head.position, number, element)
 
 
-def _store_tile(call: Call, head: Head, t: Array, tile: Ref, codes: Ref, scales: Ref, seen: Array) -> None:
+def _store_tile(call: Call, buffers: Buffers, head: Head, t: Array, i: Any, codes: Ref, seen: Array) -> None:
     """Starts storing a tile of the checkpoint, and of its copy but for nvfp4."""
-    g, pool, stored = call.g, call.pool, pl.ds(0, call.g.tile_rows)
-    values = pl.ds(t * g.tile_rows, g.tile_rows)
+    g, pool, tile, scales = call.g, call.pool, buffers.tiles.at[i], buffers.numbers.at[SCALES]
+    values, stored = pl.ds(t * g.tile_rows, g.tile_rows), pl.ds(0, g.tile_rows)
     payload: Any = pool.payload
     if g.readout == "bf16":
         copies.encode_bf16(tile, codes)
@@ -215,7 +215,8 @@ def _store_tile(call: Call, head: Head, t: Array, tile: Ref, codes: Ref, scales:
         plgpu.copy_smem_to_gmem(codes.at[stored], payload.at[head.slot, head.h, values])
     if g.readout == "fp8_e4m3" and pool.scale is not None:
         copies.store_rows(scales, pool.scale.at[head.slot, head.h, values])
-    plgpu.copy_smem_to_gmem(tile.at[stored], pool.checkpoint.at[head.slot, head.h, values])
+    for target, source in heads.tile_parts(call, buffers, head, t, i):
+        plgpu.copy_smem_to_gmem(source, target)
 
 
 def _copy_nvfp4(call: Call, buffers: Buffers, head: Head, seen: Array) -> None:

@@ -92,7 +92,7 @@ class Tokens(NamedTuple):
 class Pool(NamedTuple):
     """The state of N slots, as references that a kernel updates in place."""
 
-    checkpoint: Ref  # [N, H, V, K] float32, bfloat16 or float16
+    checkpoint: Ref  # [N, H, V, K] float32, bfloat16 or float16; uint16 where the payload is the upper half of float32
     key: Ref  # [N, G, L, K] record dtype
     update: Ref  # [N, H, L, V] updates in float32, or values in the record dtype (raw records, or without the delta rule)
     log_decay: Ref  # [N, H, L] or [N, H, L, K] float32
@@ -134,6 +134,11 @@ class Geometry:
     def folds_apart(self) -> bool:
         """Whether ``refresh`` folds and ``read`` answers: raw records, a read-out copy or rounding by chance."""
         return self.raw or self.readout != "checkpoint" or self.rounding != "nearest"
+
+    @property
+    def halved(self) -> bool:
+        """Whether a checkpoint lies in two planes of 16 bits, of which the upper is read as a copy would be."""
+        return self.readout == "bf16_plane"
 
     @property
     def update_dtype(self) -> Any:

@@ -11,8 +11,10 @@ import pytest
 import replayssm_jax as rs
 from pallas_kernels.hopper import place
 from replayssm_jax import replay_pallas
+from replayssm_jax.readout import PLANE
 from tests.cases import Case, make_tokens
 from tests.compare import relative_error, same_bits
+from tests.lockstep import whole_checkpoint
 from tests.read_runs import OUTPUT_ROUNDING, assert_read_flush_is_right, assert_read_is_right, make_read_call
 from tests.refresh_runs import assert_chance_is_right, make_state
 
@@ -30,9 +32,9 @@ GDN = _case("gdn", (64, 16), (128, 128), True, "head", factors=True, activations
 KDA = _case("kda", (32, 32), (128, 128), True, "channel", factors=True, activations=_B)
 MAMBA2 = _case("mamba2", (128, 8), (64, 128), False, "head", activations=_B)
 CASES = (
-    (GDN, _ALL),
-    (KDA, _ALL),
-    (MAMBA2, _ALL),
+    (GDN, (*_ALL, PLANE)),
+    (KDA, (*_ALL, PLANE)),
+    (MAMBA2, (*_ALL, PLANE)),
     (_case("gdn-f32", (12, 4), (128, 128), True, "head", window=32), _ALL),
     (_case("kda-f32", (12, 12), (128, 128), True, "channel", window=32), _ALL),
     (_case("gdn-64", (12, 12), (64, 64), True, "head", window=32), _ALL),
@@ -66,11 +68,11 @@ def test_verify(case, tokens, rng, monkeypatch):
 @pytest.mark.parametrize("case", [case for case, _ in CASES if case.rounding == "nearest"], ids=lambda case: case.id)
 def test_flushed_checkpoints_do_not_depend_on_the_copy(case, rng):
     seed, pools = int(rng.integers(2**31)), []
-    for form in ("checkpoint", *_ALL):
+    for form in ("checkpoint", *_ALL, PLANE) if case.checkpoint == "float32" else ("checkpoint", *_ALL):
         changed = dataclasses.replace(case, readout=form, records="raw")
         state = make_state(changed, np.random.default_rng(seed), [case.window - 1, 1, 3, 0])
         if replay_pallas.unsupported_shape(state) is None:
-            pools.append(assert_read_flush_is_right(state, np.array([True, True, False, True]), 2e-5).checkpoint)
+            pools.append(whole_checkpoint(assert_read_flush_is_right(state, np.array([True, True, False, True]), 2e-5)))
     assert len(pools) > 2
     assert all(same_bits(pools[0], pool) for pool in pools[1:])
 
