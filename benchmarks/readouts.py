@@ -1,7 +1,7 @@
 """Times steps that read a copy of the checkpoint in fewer bytes against ones that read the float32 checkpoint, on a Hopper GPU.
 
-    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--readouts checkpoint,raw,bf16,bf16_plane,fp8_e4m3,nvfp4]
-        [--batch 256] [--tokens 1]
+    python benchmarks/readouts.py --out FILE.json [--families gdn,mamba2,kda] [--batch 256] [--tokens 1]
+        [--readouts checkpoint,raw,bf16,bf16_plane,fp8_e4m3,nvfp4]
 
 "raw" reads the checkpoint too, but with raw records as the copies have them: what a copy gains and what they cost come apart.
 float32 checkpoint, bfloat16 activations, window 16, the GPU backend as ``step`` and ``verify`` call it. Every measurement is a
