@@ -34,18 +34,18 @@ pytestmark = needs_compiler
 DRAFTS = {"step": 1, "verify": 5, "flush": 5}
 # Warpgroups (CTAs of 128 threads) that a multiprocessor holds at least: the kernels hide latency behind one another.
 WARPGROUPS = {
-    ("gdn", "step"): 3,
+    ("gdn", "step"): 4,
     ("gdn", "verify"): 3,
     ("gdn", "flush"): 5,
     ("kda", "step"): 3,
-    ("kda", "verify"): 2,
+    ("kda", "verify"): 3,
     ("kda", "flush"): 4,
     ("mamba2", "step"): 4,
-    ("mamba2", "verify"): 3,
+    ("mamba2", "verify"): 4,
     ("mamba2", "flush"): 5,
-    ("mamba2-80", "step"): 3,
+    ("mamba2-80", "step"): 4,
     ("mamba2-80", "flush"): 5,
-    ("gdn-192x96", "step"): 3,
+    ("gdn-192x96", "step"): 4,
     ("gdn-192x96", "flush"): 9,
 }
 

@@ -25,6 +25,7 @@ from pallas_kernels.hopper.tiles import (
     compiler_params,
     f32,
     named,
+    one_of,
     state_tile,
     store,
     with_terms,
@@ -63,7 +64,7 @@ def _scratch(g: Geometry) -> dict[str, Any]:
     scratch = {
         "tile": state_tile(g),
         "keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype),
-        **with_terms("updates", g.window, g.update_dtype),
+        **one_of(with_terms("updates", g.window, g.update_dtype)),
         "factors": plgpu.SMEM((3, 32), f32),  # what is left of each record, the records' weights, what is left of the tile
         "arrived": plgpu.Barrier(num_arrivals=1 + records.copies(g, RING_CHUNK)),
     }

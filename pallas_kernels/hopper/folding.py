@@ -22,8 +22,8 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     along,
     barrier,
-    bf16,
     f32,
+    keep,
     load,
     records_layout,
     round_to_checkpoint,
@@ -93,7 +93,7 @@ def fold_on_tensor_cores(
     for first in range(0, geometry.key_dim, SWIZZLED):
         columns, shape = pl.ds(first, SWIZZLED), (TILE_ROWS, SWIZZLED)
         keys = [load(x.at[rows, columns], MMA_RIGHT) for x in ring.decayed]
-        keys = [jnp.where(along(live, x.shape, 0), x, jnp.zeros((), bf16)) for x in keys]
+        keys = [keep(x, live, 0) for x in keys]
         remains = total if left is not None else along(load(total.at[columns], COLUMNS), shape, 1)
         state = plgpu.layout_cast(load(tile.at[:, columns], STATE).astype(f32) * remains, MMA_SUM)
         for key, of_key in zip(keys, (terms, terms[:2], terms[:1]), strict=False):

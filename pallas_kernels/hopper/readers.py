@@ -1,8 +1,8 @@
 """What T drafts draw on: how each draft's query and key read the past and one another, and the triangular system solved.
 
 See ``verify.py`` for the equations. Queries and keys of the drafts are the N *readers*, columns of every array here. Rows are
-the 64 *sources*: the L ring rows, behind them the drafts (their keys, or their values), behind those with the delta rule what
-the state answers to the drafts' keys. Decays are products of the tokens' own gates, all at most 1.
+the 64 *sources*: the L ring rows, behind them the drafts' values, behind those with the delta rule what the state answers to
+the drafts' keys. Decays are products of the tokens' own gates, all at most 1.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -22,6 +22,7 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     along,
     barrier,
+    bf16,
     channels_layout,
     column,
     eight_rows_layout,
@@ -73,9 +74,19 @@ def first_read(geometry: Geometry) -> int:
     return geometry.window + DRAFTS + first_key(geometry) - (count(geometry) - DRAFTS)
 
 
-def rows(geometry: Geometry) -> int:
-    """Rows of the shared memory that holds the drafts' queries and keys; a channel gate's layout wants 16 of the latter."""
-    return first_key(geometry) + 16 if geometry.channel_gate else max(count(geometry), -(-2 * geometry.tokens // 8) * 8)
+def terms(geometry: Geometry) -> int:
+    """bfloat16 terms of which the readers are the sum: one where it holds them exactly."""
+    return 1 if geometry.record_dtype == bf16 and not geometry.channel_gate else 2
+
+
+def first_row(geometry: Geometry) -> int:
+    """The first of 16 rows of a channel gate's readers among which all keys are."""
+    return 0 if first_key(geometry) + geometry.tokens <= DRAFTS else first_key(geometry)
+
+
+def first_draft(geometry: Geometry) -> int:
+    """The row of the products, of keys with readers, that is the first draft's key."""
+    return geometry.window + first_key(geometry) - (first_row(geometry) if geometry.channel_gate else 0)
 
 
 def draft_of(reader: Array, geometry: Geometry) -> Array:
@@ -88,20 +99,20 @@ def multiply_channels(readers: Ref, gates: Ref, length: Array, products: Ref, ge
     Under a head gate they are one product of matrices, without decay: ``verify._multiply``.
 
     Args:
-        readers: queries and keys. [16 n, K] record dtype
+        readers: queries and keys. [2 T or more, K] record dtype
         gates: decays of the drafts. [T, K] float32
         length: drafts of this row.
-        products: result in rows from L on. [64, N or more] float32
+        products: result in rows from L on. [64, N] float32
         geometry: sizes of the call.
     """
     g, layout, first, shape = geometry, records_layout(geometry.key_dim), first_key(geometry), (DRAFTS, count(geometry))
-    keys = load(readers.at[pl.ds(first, DRAFTS)], layout).astype(f32)
-    row, column = iota(keys.shape, 0, layout), iota(shape, 1, DRAFTS_BY_READERS)
+    keys = load(readers.at[pl.ds(first_row(g), DRAFTS)], layout).astype(f32)
+    token, column = iota(keys.shape, 0, layout) + (first_row(g) - first), iota(shape, 1, DRAFTS_BY_READERS)
 
     def draft(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         keys, results = carry
         gate = load(gates.at[i], layout.reduce(0))
-        keys = jnp.where(row < i, keys * along(gate, keys.shape, 1), keys)
+        keys = jnp.where(token < i, keys * along(gate, keys.shape, 1), keys)
         for reader in (i, first + i)[: g.readers]:
             x = load(readers.at[reader], layout.reduce(0)).astype(f32)
             dots = plgpu.layout_cast(jnp.sum(keys * along(x, keys.shape, 1), axis=1), DRAFTS_BY_READERS.reduce(1))
@@ -110,7 +121,7 @@ def multiply_channels(readers: Ref, gates: Ref, length: Array, products: Ref, ge
 
     zeros = plgpu.layout_cast(jnp.zeros(shape, f32), DRAFTS_BY_READERS)
     _, results = lax.fori_loop(0, length, draft, (keys, zeros))
-    store(products.at[pl.ds(g.window, DRAFTS), pl.ds(0, shape[1])], results)
+    store(products.at[pl.ds(g.window, DRAFTS)], results)
 
 
 def solve(
@@ -139,7 +150,7 @@ def solve(
     column_token = draft_of(iota(shape, 1, STATE), g)
     by_source = iota((SOURCES,), 0, VALUES)
     recorded = (by_source < g.window) & (((by_source - ring.start) & (g.window - 1)) < ring.count)
-    weights = load(products.at[:, every], STATE) * along(past, shape, 1)
+    weights = load(products, STATE) * along(past, shape, 1)
     if has_left:
         weights = weights * along(load(numbers.at[LEFT], VALUES), shape, 0)
     weights = jnp.where(along(recorded, shape, 0), weights, 0.0)
@@ -183,7 +194,7 @@ def _read_drafts(products: Ref, has_left: bool, length: Array, numbers: Ref, bet
     g, n, shape, layout = geometry, count(geometry), (DRAFTS, count(geometry)), DRAFTS_BY_READERS
     j, reader = iota(shape, 0, layout), iota(shape, 1, layout)
     token = draft_of(reader, g)
-    weights = load(products.at[pl.ds(g.window, DRAFTS), pl.ds(0, n)], layout)
+    weights = load(products.at[pl.ds(first_draft(g), DRAFTS)], layout)
     if has_left:
         for i in range(1, g.tokens):
             weights = jnp.where((j < i) & (i <= token), weights * numbers[GATE, i], weights)
@@ -213,14 +224,14 @@ def store_numbers(stream: Stream, h: Array) -> None:
             numbers[BETA, i] = beta[i]
 
 
-def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: list[Ref], g: Geometry) -> None:
+def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: Ref, g: Geometry) -> None:
     """Puts the readers where the tensor cores read them: as sums of bfloat16 planes.
 
     Args:
-        readers: queries and keys. [16 n, K] record dtype
+        readers: queries and keys. [N or more, K] record dtype
         gates: decays of the drafts of a channel gate, which go into the readers, else None. [T, K] float32
         stage: scratch of a channel gate, else None. [8, K] float32
-        planes: one where bfloat16 holds the readers exactly, else two. [N or more, K] bfloat16 each
+        planes: ``terms`` of them, one behind the other. [N terms or more, K] bfloat16
         g: sizes of the call.
     """
     layout, channels, first = eight_rows_layout(g.key_dim), channels_layout(g.key_dim), first_key(g)
@@ -238,7 +249,7 @@ def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: lis
                 store(stage.at[i - row], x * decays[draft] if draft < g.tokens else x)
             barrier()
         x = load(readers.at[eight] if stage is None else stage, layout)
-        for plane, terms in zip(planes, [x] if len(planes) == 1 else split(x.astype(f32), nearest=True), strict=True):
-            store(plane.at[eight], terms)
+        for i, term in enumerate([x] if terms(g) == 1 else split(x.astype(f32), nearest=True)):
+            store(planes.at[pl.ds(row + i * count(g), 8)], term)
         barrier()
     plgpu.commit_smem()  # the tensor cores read the planes

@@ -197,29 +197,25 @@ def decay_channels(ring: Ring, since: Array) -> Array:
     return total
 
 
-def multiply_decayed(ring: Ring, planes: list[Ref], n: int, products: Ref, interpret: Interpret) -> None:
-    """Products of the decayed keys of a channel gate with the readers.
+def multiply_decayed(ring: Ring, planes: Ref, products: Ref, interpret: Interpret) -> None:
+    """Products of the decayed keys of a channel gate, to 2**-17, with the terms of the readers.
 
     Args:
         ring: the records.
-        planes: the readers as the sum of two. [32, K] bfloat16 each
-        products: result in its first L rows. [64, 32] float32
+        planes: the terms, a row each. [32 n, K] bfloat16
+        products: result. [L, 32 n] float32
         interpret: parameters of interpret mode, which has no mma.
     """
     warps = ring.window // 16
     left, right, total = (x(bf16, m_warps=warps) for x in (plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS, plgpu.Layout.MMA_ACC))
-    shape = (ring.window, planes[0].shape[0])
-    result = plgpu.layout_cast(jnp.zeros(shape, f32), total)
-    live, used = ring.age(left.reduce(1)) < ring.count, iota((shape[1],), 0, right.reduce(0)) < n
+    live = ring.age(left.reduce(1)) < ring.count
+    result = plgpu.layout_cast(jnp.zeros(products.shape, f32), total)
     for first in range(0, ring.key.shape[1], SWIZZLED):
         columns = pl.ds(first, SWIZZLED)
-        keys = [load(plane.at[:, columns], left) for plane in ring.decayed[:2]]
-        keys = [jnp.where(along(live, x.shape, 0), x, jnp.zeros((), bf16)) for x in keys]
-        x = [load(plane.at[:, columns].T, right) for plane in planes]
-        x = [jnp.where(along(used, x.shape, 1), x, jnp.zeros((), bf16)) for x in x]
-        for key, reader in ((keys[0], x[0]), (keys[1], x[0]), (keys[0], x[1])):
-            result = add_product(result, key, reader, interpret)
-    store(products.at[pl.ds(0, shape[0])], result)
+        terms = load(planes.at[:, columns].T, right)
+        for plane in ring.decayed[:2]:
+            result = add_product(result, keep(load(plane.at[:, columns], left), live, 0), terms, interpret)
+    store(products, result)
 
 
 def add_product(total: Array, x: Array, y: Array, interpret: Interpret) -> Array:
@@ -229,12 +225,12 @@ def add_product(total: Array, x: Array, y: Array, interpret: Interpret) -> Array
     return total + jnp.dot(x.astype(f32), y.astype(f32), precision="highest")
 
 
-def keep_rows(buffer: Ref) -> None:
-    """Touches one row of shared memory [L, 64] that is otherwise only accessed in two dimensions.
+def keep_rows(buffer: Ref, layout: Any = VALUES) -> None:
+    """Touches one row of shared memory, [64] unless a layout is given, that is otherwise only accessed in two dimensions.
 
-    Such memory may get tiled, and what a copy brings then lies where nobody looks for it.
+    Such memory may get tiled, and what a copy brings then lies where nobody looks for it, as do slices from any row on.
     """
-    store(buffer.at[0], load(buffer.at[0], VALUES))
+    store(buffer.at[0], load(buffer.at[0], layout))
     barrier()
 
 

@@ -101,6 +101,7 @@ def _step(stream: Stream) -> None:
     """The kernel's body for a live row."""
     g, s = stream.g, stream.scratch
     stream.start(s["query"], s["key"])
+    stream.request_inputs(0)
     plgpu.barrier_wait(s["keys_arrived"])
     layout = records_layout(g.key_dim)
     query, key = (load(s[x].at[0], layout.reduce(0)).astype(f32) for x in ("query", "key"))
@@ -109,7 +110,7 @@ def _step(stream: Stream) -> None:
         _multiply_records(stream)
         barrier()
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t, product))
-    stream.append_keys(s["key"])
+    stream.append_keys(stream.load_keys(s["key"]))
 
 
 def _multiply_records(stream: Stream) -> None:

@@ -28,6 +28,7 @@ from pallas_kernels.hopper.tiles import (
     bf16,
     channels_layout,
     load,
+    recompute_in_loop,
     store,
 )
 
@@ -96,7 +97,7 @@ class Stream:
         self.b, self.first_head, self.slot, self.length, self.scratch = b, first_head, slot, length, scratch
         self.key_head = first_head // g.group_size
         count, start = call.rows.length[slot], call.rows.origin[slot] & (g.window - 1)
-        keys, numbers, rows = scratch["keys"], scratch["numbers"], pl.ds(0, g.window)
+        keys, numbers, rows = scratch.get("ring", scratch["keys"]), scratch["numbers"], pl.ds(0, g.window)
         decays = scratch["decays"] if g.channel_gate else numbers.at[DECAYS, rows]
         decayed = scratch["decayed"] if g.channel_gate else [keys]
         elapsed = scratch.get("since", decays) if g.channel_gate else None
@@ -142,15 +143,18 @@ class Stream:
         return self.first_head + t // self.g.tiles, (t % self.g.tiles) * self.g.tile_rows
 
     def start(self, queries: Ref, keys: Ref) -> None:
-        """Requests all that the first tile needs, and the tokens' queries and keys, which wait at "keys_arrived"."""
+        """Requests what the first tile needs but its inputs, and the tokens' queries and keys, which wait at "keys_arrived"."""
         self.request_tile(0)
-        chunk, interpret, arrived = self.call.config.ring_chunk, self.call.interpret, self.scratch["keys_arrived"]
+        arrived = self.scratch["keys_arrived"]
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
         plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
         self._request_numbers(arrived)
-        records.request_keys(self.pool, self.slot, self.key_head, self.ring, chunk, arrived, interpret)
+        self.request_keys(self.scratch["keys"], arrived)
         self.request_head(0)
-        self.request_inputs(0)
+
+    def request_keys(self, keys: Ref, arrived: Ref) -> None:
+        ring, config = dataclasses.replace(self.ring, key=keys), self.call.config
+        records.request_keys(self.pool, self.slot, self.key_head, ring, config.ring_chunk, arrived, self.call.interpret)
 
     def request_tile(self, t: Any) -> None:
         (h, first), rows = self.place(t), self.g.tile_rows
@@ -182,6 +186,8 @@ class Stream:
         """``solve(head)`` before the first tile of every head, ``answer(t)`` for every tile."""
 
         def one(t: Array, carry: None) -> None:
+            recompute_in_loop()
+
             @pl.when(t % self.g.tiles == 0)
             def _():
                 solve(t // self.g.tiles)
@@ -260,33 +266,32 @@ class Stream:
         def _():
             lax.fori_loop(0, self.length, one, None)
 
-    def append_keys(self, keys: Ref, first: int = 0) -> None:
-        """Records the tokens' keys, rows of ``keys`` from ``first`` on, once per key head.
+    def load_keys(self, keys: Ref) -> list[Array]:
+        """The tokens' keys, rows of ``keys``, as ``append_keys`` wants them."""
+        return [load(keys.at[i], channels_layout(self.g.key_dim)) for i in range(self.g.tokens)]
 
-        Through registers, because TMA wants rows of whole 128 bytes.
-        """
-        layout = channels_layout(self.g.key_dim)
+    def append_keys(self, keys: list[Array]) -> None:
+        """Records the tokens' keys, once per key head: from registers, because TMA wants rows of whole 128 bytes."""
+        for i, key in enumerate(keys):
 
-        @pl.when(self.first_head % self.g.group_size == 0)
-        def _():
-            def one(i: Array, carry: None) -> None:
-                row = self.ring.row(self.ring.count + i)
-                store(self.pool.key.at[self.slot, self.key_head, row], load(keys.at[first + i], layout))
-
-            lax.fori_loop(0, self.length, one, None)
+            @pl.when((self.first_head % self.g.group_size == 0) & (i < self.length))
+            def _(i: int = i, key: Array = key) -> None:
+                store(self.pool.key.at[self.slot, self.key_head, self.ring.row(self.ring.count + i)], key)
 
     def append_numbers(self, h: Array) -> None:
         """Records the tokens' weights, and with a head gate their log decays."""
 
-        def one(i: Array, carry: None) -> None:
+        if self.g.channel_gate and self.g.delta_rule:
+            return
+        for i in range(self.g.tokens):
             row = self.ring.row(self.ring.count + i)
-            if not self.g.channel_gate:
-                self.pool.log_decay[self.slot, h, row] = self.log_decay(i, h)
-            if self.pool.weight is not None:
-                self.pool.weight[self.slot, h, row] = self.beta(i, h) * self.k_scale(i)
 
-        if not (self.g.channel_gate and self.g.delta_rule):
-            lax.fori_loop(0, self.length, one, None)
+            @pl.when(i < self.length)
+            def _(i: int = i, row: Array = row) -> None:
+                if not self.g.channel_gate:
+                    self.pool.log_decay[self.slot, h, row] = self.log_decay(i, h)
+                if self.pool.weight is not None:
+                    self.pool.weight[self.slot, h, row] = self.beta(i, h) * self.k_scale(i)
 
     def append_gates(self, h: Array) -> None:
         """Records the tokens' log decays of a channel gate, and waits until shared memory has been read."""

@@ -8,6 +8,7 @@ Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key 
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import llvm, memref
 
 Array = jax.Array
 Ref = Any
@@ -165,17 +166,21 @@ def state_tile(geometry: Geometry) -> Any:
     return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype))
 
 
-def with_terms(name: str, rows: int, dtype: Any, in_place: bool = True) -> dict[str, Any]:
+def with_terms(name: str, rows: int, dtype: Any) -> dict[str, Any]:
     """Shared memory for [rows, 64] and, unless it is of bfloat16, for the two such terms that are its sum, "..._terms"."""
     array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * 2
-    if dtype == bf16:
-        return {name: array}
-    return one_of({name: array, f"{name}_terms": terms}) if in_place else {name: array, f"{name}_terms": terms}
+    return {name: array} if dtype == bf16 else {name: array, f"{name}_terms": terms}
 
 
 def one_of(buffers: dict[str, Any]) -> dict[str, Any]:
-    """The same shared memory for several buffers, under names that ``named`` takes apart: the last one written has a value."""
-    return {"|".join(buffers): plgpu.RefUnion(*buffers.values())}
+    """The same shared memory for several buffers, under names that ``named`` takes apart: the last one written has a value.
+
+    The buffers of a dictionary among them lie one behind the other.
+    """
+    if len(buffers) == 1:
+        return buffers
+    groups = {"+".join(x) if isinstance(x, dict) else name: x for name, x in buffers.items()}
+    return {"|".join(groups): plgpu.RefUnion(*(list(x.values()) if isinstance(x, dict) else x for x in groups.values()))}
 
 
 def named(scratch: dict[str, Any]) -> dict[str, Any]:
@@ -183,8 +188,13 @@ def named(scratch: dict[str, Any]) -> dict[str, Any]:
     return {name: ref for names, refs in scratch.items() for name, ref in _pairs(names, refs)}
 
 
-def _pairs(names: str, refs: Any) -> Any:
-    return zip(names.split("|"), refs, strict=True) if "|" in names else [(names, refs)]
+def _pairs(names: str, refs: Any) -> Iterator[tuple[str, Any]]:
+    for mark in "|+":
+        if mark in names:
+            for some, ref in zip(names.split(mark), refs, strict=True):
+                yield from _pairs(some, ref)
+            return
+    yield names, refs
 
 
 def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
@@ -200,11 +210,11 @@ def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
 def decays(g: Geometry) -> dict[str, Any]:
     """Shared memory for a channel gate: the ring's log decays, and in their place the terms of the decayed keys.
 
-    Three terms are exact. Two are so to 2**-17, and leave the second warpgroup of a large verify its room.
+    Three terms are exact. Two are so to 2**-17, and leave another warpgroup of a verify its room.
     """
     log_decays = plgpu.SMEM((g.window, g.key_dim), f32)
     terms = [plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16))]
-    terms = terms * (2 if g.tokens > 1 and g.window > 16 and g.checkpoint_dtype == f32 else 3)
+    terms = terms * (2 if g.tokens > 1 and g.checkpoint_dtype == f32 else 3)
     # Where every warp does all channels, none may overwrite what another has yet to read.
     return one_of({"decays": log_decays, "decayed": terms}) | ({"since": log_decays} if g.key_dim % 128 else {})
 
@@ -244,12 +254,47 @@ def column(x: Array, n: int) -> Array:
     return jnp.sum(jnp.where(iota(eight.shape, 1, STATE) == n % 8, eight, 0.0), axis=1)
 
 
+def store_columns(rows: Ref, x: Array, interpret: Interpret) -> None:
+    """Stores the columns of a [64, 8 m] array in the state's layout as rows of shared memory [8 m, 64], in float32.
+
+    What else transposes on its way to shared memory takes 16 bits.
+    """
+    if interpret is not None:
+        store(rows, x.T)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), STATE))
+    def put(_: Any, rows: Any, x: Any) -> None:
+        x.foreach(lambda value, place: memref.store(value, rows, place[::-1]))
+
+    put(rows, x)
+
+
 def barrier() -> None:
     """All threads of the warpgroup see each other's writes to shared memory.
 
     ``commit_smem`` would add a fence that only a later TMA or wgmma read of them needs.
     """
     plgpu.inline_mgpu()(lambda context: mgpu_utils.warpgroup_barrier())()
+
+
+def recompute_in_loop() -> None:
+    """Called in the body of a loop: what does not change in it is computed there anew.
+
+    Otherwise addresses and masks of all layouts are computed before the loop, and keep registers for which a warpgroup less
+    fits a multiprocessor.
+    """
+
+    def annotate(_: Any) -> None:
+        loop: Any = ir.InsertionPoint.current.block.owner
+        while loop is not None and loop.name != "scf.for":
+            loop = loop.parent
+        if loop is None:  # one turn, and no loop
+            return
+        stay = ir.Attribute.parse("#llvm.loop_annotation<licm = <disable = true>>")
+        loop.operation.attributes["loop_annotation"] = stay
+
+    plgpu.inline_mgpu()(annotate)()
 
 
 def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: Interpret) -> None:

@@ -25,9 +25,10 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import readers, records
 from pallas_kernels.hopper.launch import best_config, launch
 from pallas_kernels.hopper.readers import DRAFTS, SOURCES
-from pallas_kernels.hopper.stream import Stream, StreamConfig
+from pallas_kernels.hopper.stream import Stream, StreamConfig, folds_on_tensor_cores
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
+    DRAFTS_BY_READERS,
     STATE,
     SWIZZLED,
     TILE_ROWS,
@@ -43,13 +44,13 @@ from pallas_kernels.hopper.tiles import (
     barrier,
     bf16,
     channels_layout,
-    column,
     f32,
     iota,
     load,
     one_of,
     split,
     store,
+    store_columns,
     swizzled,
     with_terms,
 )
@@ -85,62 +86,96 @@ def verify(
 
 def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
-    n, rows = readers.count(g), readers.rows(g)
-    exact = g.record_dtype == bf16 and not g.channel_gate  # queries and keys need one plane
+    n = readers.count(g)
+    rows = max(2 * n, 32) if g.channel_gate else n * readers.terms(g)  # mma wants 32 of them
     weights = [plgpu.SMEM((n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS)) for _ in range(2)]
-    of_drafts = plgpu.SMEM((rows, g.key_dim), g.record_dtype)
-    columns = 32 if g.channel_gate else n  # of which the products of a channel gate's records want 32
-    buffers = {
+    values, answers = with_terms("values", DRAFTS, g.value_dtype), plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
+    inputs_and_outputs = values | {"answers": answers}
+    buffers: dict[str, Any] = {
         "numbers": plgpu.SMEM((8, SOURCES), f32),
-        "planes": [plgpu.SMEM((columns, g.key_dim), bf16, transforms=swizzled(bf16))] * (1 if exact else 2),
-        "products": plgpu.SMEM((SOURCES, columns), f32),
-        **one_of({"between": plgpu.SMEM((DRAFTS, n), f32), "answers": plgpu.SMEM((n, TILE_ROWS), g.value_dtype)}),
-        # Without a delta rule values are stored as they are.
-        **with_terms("values", DRAFTS, g.value_dtype, in_place=g.delta_rule),
+        "planes": plgpu.SMEM((rows, g.key_dim), bf16, transforms=swizzled(bf16)),
     }
+    solved = {
+        "products": plgpu.SMEM((SOURCES, n), f32),
+        "between": plgpu.SMEM((DRAFTS, n), f32),
+        "weights": weights,
+    }
+    if g.delta_rule:  # without it values are stored as they are
+        buffers |= one_of(inputs_and_outputs)
+    as_read = swizzled(bf16) if folds_on_tensor_cores(g) and not g.channel_gate else ()
+    ring = plgpu.SMEM((g.window, g.key_dim), g.record_dtype, transforms=as_read)
     if g.channel_gate:
-        stage, keys = plgpu.SMEM((8, g.key_dim), f32), plgpu.SMEM((g.window, g.key_dim), g.record_dtype)
-        buffers["readers"] = of_drafts
-        if config.heads == 1:
-            return buffers | one_of({"keys": keys, "stage": stage, "weights": weights})
-        return buffers | {"keys": keys} | one_of({"stage": stage, "weights": weights})
-    keys = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)  # of the records, and behind them of the drafts
-    return buffers | {"keys": keys} | one_of({"readers": of_drafts, "weights": weights})
+        buffers["readers"] = plgpu.SMEM((readers.first_row(g) + DRAFTS, g.key_dim), g.record_dtype)
+        stages = {
+            "stage": plgpu.SMEM((8, g.key_dim), f32),
+            "of_terms": plgpu.SMEM((g.window, rows), f32),
+            "weights": solved.pop("weights"),
+        }
+        buffers |= solved if g.delta_rule else solved | inputs_and_outputs
+        return buffers | (one_of({"keys": ring} | stages) if config.heads == 1 else {"keys": ring} | one_of(stages))
+    if not g.delta_rule:
+        solved |= inputs_and_outputs
+    keys = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)  # of the records, and behind them the readers
+    buffers["ring_arrived"] = plgpu.Barrier(num_arrivals=g.window // config.ring_chunk)
+    return buffers | one_of({"keys": keys, "solved": {"ring": ring} | solved})
 
 
 def _verify(stream: Stream) -> None:
     """The kernel's body for a live row."""
-    g, s, drafts = stream.g, stream.scratch, pl.ds(0, stream.g.tokens)
-    first = readers.first_key(g)
-    stream.start(s["readers"].at[drafts], s["readers"].at[pl.ds(first, g.tokens)])
+    g, s = stream.g, stream.scratch
+    first, drafts = readers.first_key(g), _drafts(stream)
+    stream.start(drafts.at[pl.ds(0, g.tokens)], drafts.at[pl.ds(first, g.tokens)])
+    if g.channel_gate:
+        stream.request_inputs(0)
     plgpu.barrier_wait(s["keys_arrived"])
     if g.delta_rule:
         _clear_readers(stream)
-    for i in range(g.tokens, DRAFTS):
-        store(s["values"].at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), s["values"].dtype), VALUES))
     barrier()
     if not g.channel_gate:
-        # Row by row, as no copy could: memory that is only ever read in two dimensions may get tiled, and a copy of a few rows
-        # into tiles of eight goes astray.
-        for i in range(g.tokens):
-            store(s["keys"].at[g.window + i], load(s["readers"].at[first + i], channels_layout(g.key_dim)))
-        readers.store_planes(s["readers"], None, None, s["planes"], g)
-        store(s["products"], _multiply(s["keys"], None, s["planes"], g, stream.call.interpret))
-    stream.append_keys(s["readers"], first)
+        readers.store_planes(drafts, None, None, s["planes"], g)
+        products = _multiply(s["keys"], None, s["planes"], g, stream.call.interpret)
+    keys = stream.load_keys(drafts.at[pl.ds(first, g.tokens)])
     barrier()
+    if not g.channel_gate:
+        _solve_over_keys(stream, products)
+    for i in range(g.tokens, DRAFTS):
+        store(s["values"].at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), s["values"].dtype), VALUES))
+    records.keep_rows(s["products"], COLUMNS)
+    stream.append_keys(keys)
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
+
+
+def _solve_over_keys(stream: Stream, products: Array) -> None:
+    """Puts the products and the first tile's inputs where the keys were, and the records' keys once more if they are folded."""
+    s = stream.scratch
+    store(s["products"], products)
+    plgpu.commit_smem()
+    stream.request_inputs(0)
+
+    @pl.when(stream.due)
+    def _():
+        stream.request_keys(s["ring"], s["ring_arrived"])
+        plgpu.barrier_wait(s["ring_arrived"])
+        if not folds_on_tensor_cores(stream.g):
+            records.keep_rows(s["ring"], channels_layout(stream.g.key_dim))
+
+
+def _drafts(stream: Stream) -> Ref:
+    """The drafts' queries and keys as they came."""
+    g, s = stream.g, stream.scratch
+    return s["readers"] if g.channel_gate else s["keys"].at[pl.ds(g.window, SOURCES - g.window)]
 
 
 def _clear_readers(stream: Stream) -> None:
     """Zeros for queries and keys past the length, which may be NaN, and for readers that only fill up."""
-    g, s, first = stream.g, stream.scratch, readers.first_key(stream.g)
+    g, drafts, first = stream.g, _drafts(stream), readers.first_key(stream.g)
     zeros = plgpu.layout_cast(jnp.zeros((g.key_dim,), g.record_dtype), channels_layout(g.key_dim))
     for reader in range(readers.count(g)):
         draft = reader if reader < first else reader - first
 
         @pl.when(draft >= stream.length)
         def _(reader: int = reader) -> None:
-            store(s["readers"].at[reader], zeros)
+            store(drafts.at[reader], zeros)
 
 
 def _solve(stream: Stream, head: Array) -> None:
@@ -182,7 +217,11 @@ def _decay_channels(stream: Stream, h: Array) -> None:
 
     @pl.when(stream.present.count > 0)
     def _():
-        records.multiply_decayed(stream.ring, s["planes"], readers.count(g), s["products"], stream.call.interpret)
+        n, layout = readers.count(g), DRAFTS_BY_READERS
+        records.multiply_decayed(stream.ring, s["planes"], s["of_terms"], stream.call.interpret)
+        barrier()
+        high, low = (load(s["of_terms"].at[:, pl.ds(i * n, n)], layout) for i in range(2))
+        store(s["products"].at[pl.ds(0, g.window)], high + low)
 
     readers.multiply_channels(s["readers"], s["gates"], stream.length, s["products"], g)
 
@@ -203,14 +242,14 @@ def _answer(stream: Stream, t: Array) -> None:
     outputs = jnp.where(live, answers, 0.0)
     if jnp.dtype(g.value_dtype).itemsize == 2:
         store(s["answers"].T, outputs.astype(g.value_dtype))
-    else:  # what transposes on its way to shared memory takes 16 bits
-        for i in range(g.tokens):
-            store(s["answers"].at[i], column(outputs, i))
+    else:
+        store_columns(s["answers"], outputs, stream.call.interpret)
     if g.delta_rule:
-        for i in range(g.tokens):
-            store(s["updates"].at[i], column(answers, first + i))
-        together = s["updates"].at[pl.ds(0, g.tokens)] if g.tile_rows == TILE_ROWS else None
-        stream.store(t, lambda i: s["updates"].at[pl.ds(i, 1), stored], together)
+        last = answers.shape[1] - DRAFTS
+        store_columns(s["updates"].at[pl.ds(0, DRAFTS)], answers[:, last:], stream.call.interpret)
+        first -= last
+        together = s["updates"].at[pl.ds(first, g.tokens)] if g.tile_rows == TILE_ROWS else None
+        stream.store(t, lambda i: s["updates"].at[pl.ds(first + i, 1), stored], together)
     else:
         together = s["values"].at[pl.ds(0, g.tokens)] if g.tile_rows == TILE_ROWS else None
         stream.store(t, lambda i: s["values"].at[pl.ds(i, 1), stored], together)
@@ -251,8 +290,8 @@ def _combine(stream: Stream, reads: Array) -> Array:
     return reads * along(of_state, reads.shape, 1) + sum_products(products, n, interpret)
 
 
-def _multiply(tile: Ref, remains: Ref | None, planes: list[Ref], g: Geometry, interpret: Interpret) -> Array:
-    """A tile of the state, or what remains of each channel [K] of it, or the sources' keys, times the readers, [64, N] float32.
+def _multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpret: Interpret) -> Array:
+    """A tile of the state, or what remains of each channel [K] of it, or 64 keys, times the readers, [64, N] float32.
 
     Both are cut into bfloat16 terms, the product of the smaller ones is left out.
     """
@@ -262,16 +301,17 @@ def _multiply(tile: Ref, remains: Ref | None, planes: list[Ref], g: Geometry, in
         if remains is not None:
             state = state.astype(f32) * along(load(remains.at[columns], COLUMNS), state.shape, 1)
         if state.dtype == bf16:
-            return [(state, plane) for plane in planes]
+            return [(state, plane) for plane in of_readers]
         high, low = split(state.astype(f32))
-        return [(high, planes[0]), (low, planes[0]), *((high, plane) for plane in planes[1:])]
+        return [(high, of_readers[0]), (low, of_readers[0]), *((high, plane) for plane in of_readers[1:])]
 
     def products() -> Iterator[list[Product]]:
         for first in range(0, g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
-            yield [(x, plane.at[pl.ds(0, n)], columns) for x, plane in terms(columns)]
+            yield [(x, plane, columns) for x, plane in terms(columns)]
 
     n = readers.count(g)
+    of_readers = [planes.at[pl.ds(i * n, n)] for i in range(readers.terms(g))]
     return sum_products(products(), n, interpret)
 
 
