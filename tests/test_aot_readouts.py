@@ -21,13 +21,14 @@ from tests.aot_runs import (
 
 pytestmark = needs_compiler
 
-# layer, format, tokens, and warpgroups of the read and of the refresh that a multiprocessor holds at least
+# layer, format, tokens, window, and warpgroups of the read and of the refresh that a multiprocessor holds at least
 READS = (
-    ("gdn", "nvfp4", 1, 5, 3),
-    ("mamba2", "fp8_e4m3", 1, 5, 4),
-    ("kda", "bf16", 1, 3, 2),
-    ("gdn", "fp8_e4m3", 5, 3, 2),
-    ("gdn", "bf16_plane", 1, 4, 3),
+    ("gdn", "nvfp4", 1, 16, 5, 3),
+    ("mamba2", "fp8_e4m3", 1, 16, 5, 4),
+    ("kda", "bf16", 1, 16, 3, 2),
+    ("gdn", "fp8_e4m3", 5, 16, 3, 2),
+    ("gdn", "bf16_plane", 1, 16, 4, 3),
+    ("mamba2", "nvfp4", 1, 32, 4, 3),
 )
 
 
@@ -59,10 +60,10 @@ def _steps(state, tokens, slots, lengths):
     return jax.lax.scan(body, (state, tokens), None, length=5)[0]
 
 
-@pytest.mark.parametrize(("name", "form", "tokens", "reads", "refreshes"), READS)
-def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, reads, refreshes, compile_for_h200, tmp_path):
+@pytest.mark.parametrize(("name", "form", "tokens", "window", "reads", "refreshes"), READS)
+def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, window, reads, refreshes, compile_for_h200, tmp_path):
     """In a loop, and though the two kernels see block scales in different shapes."""
-    layer = dataclasses.replace(LAYERS[name], readout=form)
+    layer = dataclasses.replace(LAYERS[name], readout=form, window=window)
     arguments = state_of(layer, tokens), tokens_of(layer, tokens)
     assert replay_pallas.unsupported_shape(*arguments) is None
     compiled = compile_for_h200(_steps, *arguments, VECTOR, VECTOR)

@@ -143,7 +143,8 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
         "keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype),
         "weights": plgpu.SMEM((config.heads, g.window), f32),
         "numbers": plgpu.SMEM((5, config.heads, g.tokens), f32),
-        "trace": plgpu.SMEM((several, n, g.window + DRAFTS), f32),
+        # records and tokens: of whatever width layout inference tiles it by when ``weigh`` loads it, a multiple of it
+        "trace": plgpu.SMEM((several, n, g.window + (DRAFTS if g.tokens > 1 else g.window)), f32),
         "scales": plgpu.SMEM((several, n), f32),
         "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
         "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
