@@ -199,7 +199,7 @@ def draw_readouts(results: Entry) -> Any:
     figure, axes = _panels(results, f"Ordinary step at batch {BATCH}: time on the device of all that it launches")
     styles = {
         "checkpoint": ("float32 checkpoint", THEIRS, "s-"),
-        "bf16": ("bfloat16 copy", SNAPSHOTS, "^-"),
+        "bf16": ("bfloat16 copy or plane", SNAPSHOTS, "^-"),
         "fp8_e4m3": ("FP8 copy", GREY, "D-"),
         "nvfp4": ("NVFP4 copy", OURS, "o-"),
     }
@@ -212,7 +212,7 @@ def draw_readouts(results: Entry) -> Any:
             _curve(axis, points, color, style)
             ends += [(*points[-1], f"{points[-1][1]:.0f}  {name}", color)] if points else []
         names.append(ends)
-        axis.set_xlim(0, 24)
+        axis.set_xlim(0, 26)
         axis.set_xticks([1, 7, 14])
         axis.set_ylim(bottom=0)
         axis.set_xlabel("records since the last flush")

@@ -78,7 +78,7 @@ def readout_figures(results: Entry) -> dict[str, float]:
             steps = ordinary_mean(select(own, readout=readout, what="step"))
             return steps, select(own, readout=readout, what="step_mean")[0]["us"]
 
-        for readout in ("bf16", "fp8_e4m3", "nvfp4"):
+        for readout in ("bf16", "bf16_plane", "fp8_e4m3", "nvfp4"):
             name = f"{family}_readout_{readout.removesuffix('_e4m3')}"
             for suffix, base, ours in zip(("speedup", "mean_speedup"), time("checkpoint"), time(readout), strict=True):
                 found[f"{name}_{suffix}"] = round(base / ours, 3)
