@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import hopper
-from pallas_kernels.hopper.place import block_scale_rows
+from pallas_kernels.hopper.cut import block_scale_rows
 from pallas_kernels.hopper.read import read
 from pallas_kernels.hopper.refresh import refresh
 from replayssm_jax.state import ReplayState, Tokens

@@ -40,7 +40,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_verify(case, rng, no_races, monkeypatch):
     # as if there were few, so that the value heads of a key head share a warpgroup
-    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.place"), "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.cut"), "_MULTIPROCESSORS", 1)
     assert_read_is_right(case, rng, case.max_draft, 2e-5, INTERPRET)
 
 

@@ -11,17 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, digits, warps
-from pallas_kernels.hopper.place import (
-    BETA,
-    K_SCALE,
-    LOG_DECAY,
-    Q_SCALE,
-    Place,
-    columns_of,
-    keeps_direction,
-    planes_of,
-    takes_digits,
-)
+from pallas_kernels.hopper.cut import BETA, K_SCALE, LOG_DECAY, Q_SCALE, columns_of, keeps_direction, planes_of, takes_digits
+from pallas_kernels.hopper.place import Place
 from pallas_kernels.hopper.records import RING_CHUNK
 from pallas_kernels.hopper.tiles import (
     Array,

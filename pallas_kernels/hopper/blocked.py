@@ -24,7 +24,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.copies import load_piece
+from pallas_kernels.hopper.products import sum_products
 from pallas_kernels.hopper.records import Ring, keep_rows
+from pallas_kernels.hopper.shared import one_of, swizzled
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     STATE,
@@ -41,12 +43,9 @@ from pallas_kernels.hopper.tiles import (
     iota,
     keep,
     load,
-    one_of,
     split,
     split_exactly,
-    swizzled,
 )
-from pallas_kernels.hopper.verify import sum_products
 
 _RECORDS = 16  # that one instruction of the tensor cores sums over
 _TERMS = 3  # bfloat16 terms that hold a float32

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import chance, small_floats
 from pallas_kernels.hopper import encode
+from pallas_kernels.hopper.shared import swizzled
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
@@ -33,7 +34,6 @@ from pallas_kernels.hopper.tiles import (
     iota,
     load,
     store,
-    swizzled,
 )
 from pallas_kernels.small_floats import BFLOAT16, LARGEST_SCALED, LEAST_SCALE, NOT_FINITE, SCALE_BLOCK
 

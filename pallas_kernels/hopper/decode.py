@@ -26,7 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels.hopper import warps
-from pallas_kernels.hopper.tiles import STATE, TILE_ROWS, Array, Interpret, Ref, f32, i32, swizzled
+from pallas_kernels.hopper.shared import swizzled
+from pallas_kernels.hopper.tiles import STATE, TILE_ROWS, Array, Interpret, Ref, f32, i32
 from pallas_kernels.small_floats import SCALE_BLOCK
 
 f16 = jnp.float16

@@ -13,26 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import folding, records
+from pallas_kernels.hopper.compiler import compiler_params
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
-from pallas_kernels.hopper.tiles import (
-    Geometry,
-    Interpret,
-    Pool,
-    Ref,
-    Rows,
-    barrier,
-    channels_layout,
-    compiler_params,
-    f32,
-    named,
-    one_of,
-    state_tile,
-    store,
-    with_terms,
-)
-from pallas_kernels.hopper.tiles import (
-    decays as channel_decays,
-)
+from pallas_kernels.hopper.shared import decays as channel_decays
+from pallas_kernels.hopper.shared import named, one_of, state_tile, with_terms
+from pallas_kernels.hopper.tiles import Geometry, Interpret, Pool, Ref, Rows, barrier, channels_layout, f32, store
 
 
 def flush(rows: Rows, pool: Pool, geometry: Geometry, interpret: Interpret = None) -> None:

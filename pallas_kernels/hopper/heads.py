@@ -10,17 +10,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import blocked, copies, records
 from pallas_kernels.hopper.blocked import Fold
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
-from pallas_kernels.hopper.tiles import (
-    TILE_ROWS,
-    Array,
-    Geometry,
-    Interpret,
-    Pool,
-    Ref,
-    Rows,
-    kilobytes,
-    swizzled,
-)
+from pallas_kernels.hopper.shared import kilobytes, swizzled
+from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Pool, Ref, Rows
 
 _HALF_KB = 113  # of shared memory, for each of two blocks on a multiprocessor
 

@@ -10,26 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import records
+from pallas_kernels.hopper.compiler import compiler_params
+from pallas_kernels.hopper.shared import decays, named, one_of, state_tile, with_terms
 from pallas_kernels.hopper.stream import Call, Stream, StreamConfig, numbers_width, store_answers
-from pallas_kernels.hopper.tiles import (
-    TILE_ROWS,
-    VALUES,
-    Array,
-    Geometry,
-    Interpret,
-    Pool,
-    Ref,
-    Rows,
-    Tokens,
-    compiler_params,
-    decays,
-    f32,
-    named,
-    one_of,
-    state_tile,
-    store,
-    with_terms,
-)
+from pallas_kernels.hopper.tiles import TILE_ROWS, VALUES, Array, Geometry, Interpret, Pool, Ref, Rows, Tokens, f32, store
 
 _MULTIPROCESSORS = 132
 

@@ -26,9 +26,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, digits, weigh
 from pallas_kernels.hopper.back import take_back
-from pallas_kernels.hopper.place import (
+from pallas_kernels.hopper.compiler import compiler_params
+from pallas_kernels.hopper.cut import (
     COPY_SCALE,
-    Place,
     ReadConfig,
     best_read_config,
     columns_of,
@@ -36,6 +36,9 @@ from pallas_kernels.hopper.place import (
     scratch_of,
     takes_digits,
 )
+from pallas_kernels.hopper.place import Place
+from pallas_kernels.hopper.products import Product, sum_products
+from pallas_kernels.hopper.shared import named
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     MMA_SUM,
@@ -54,15 +57,12 @@ from pallas_kernels.hopper.tiles import (
     barrier,
     bf16,
     column,
-    compiler_params,
     f32,
     iota,
     load,
-    named,
     split,
     store,
 )
-from pallas_kernels.hopper.verify import Product, sum_products
 
 
 def read(

@@ -16,7 +16,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import blocked, copies, due, heads, system
 from pallas_kernels.hopper.blocked import SCALES
+from pallas_kernels.hopper.compiler import compiler_params
 from pallas_kernels.hopper.heads import Buffers, Call, Head
+from pallas_kernels.hopper.shared import named
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
@@ -27,10 +29,8 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     Rows,
     barrier,
-    compiler_params,
     f32,
     iota,
-    named,
     round_to_checkpoint,
     store,
 )

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import folding, records
+from pallas_kernels.hopper.compiler import recompute_in_loop
 from pallas_kernels.hopper.records import Ring
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
@@ -28,7 +29,6 @@ from pallas_kernels.hopper.tiles import (
     bf16,
     channels_layout,
     load,
-    recompute_in_loop,
     store,
 )
 

@@ -1,11 +1,12 @@
 """What the kernels can serve, said before a compiler has to."""
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.hopper.place import best_read_config
-from pallas_kernels.hopper.place import scratch_of as read_scratch
+from pallas_kernels.hopper.cut import best_read_config
+from pallas_kernels.hopper.cut import scratch_of as read_scratch
 from pallas_kernels.hopper.refresh import refresh_unsupported
+from pallas_kernels.hopper.shared import kilobytes
 from pallas_kernels.hopper.step import scratch as step_scratch
-from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry, kilobytes
+from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry
 from pallas_kernels.hopper.verify import scratch as verify_scratch
 
 _SHARED_KB = 227  # of a Hopper multiprocessor, for one block

@@ -17,6 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref
 
 from pallas_kernels.hopper.blocked import FACTORS, LEFT, LOG_DECAYS, OF_READS, OF_VALUES, TOTAL, WEIGHTS, Fold, pairs, terms_of
+from pallas_kernels.hopper.products import sum_products
 from pallas_kernels.hopper.tiles import (
     SQUARE,
     STATE,
@@ -33,7 +34,6 @@ from pallas_kernels.hopper.tiles import (
     split_exactly,
     store,
 )
-from pallas_kernels.hopper.verify import sum_products
 
 
 def prepare(fold: Fold) -> None:

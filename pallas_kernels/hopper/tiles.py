@@ -1,4 +1,4 @@
-"""What the kernels for Hopper share: the call's geometry, register layouts, copies into shared memory.
+"""What the kernels for Hopper share: the call's geometry, register layouts, what they load, store and split.
 
 One warpgroup (128 threads) works on a tile of the state: up to 64 of a value head's V rows by all of its K columns. Rows of a
 tile never mix, so a tile of fewer rows (V = 80 is two tiles of 40) leaves the rest of the 64 as rubbish that nobody stores.
@@ -7,19 +7,14 @@ Axes: B rows, N slots, T tokens, H value heads, G key heads, V value dim, K key 
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, memref
+from jaxlib.mlir.dialects import memref
 
 Array = jax.Array
 Ref = Any
@@ -160,72 +155,6 @@ class Geometry:
         return 2 if self.delta_rule else 1
 
 
-def state_tile(geometry: Geometry) -> Any:
-    """Shared memory for one tile of the state."""
-    dtype = jnp.dtype(geometry.checkpoint_dtype)
-    return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype))
-
-
-def with_terms(name: str, rows: int, dtype: Any) -> dict[str, Any]:
-    """Shared memory for [rows, 64] and, unless it is of bfloat16, for the two such terms that are its sum, "..._terms"."""
-    array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * 2
-    return {name: array} if dtype == bf16 else {name: array, f"{name}_terms": terms}
-
-
-def one_of(buffers: dict[str, Any]) -> dict[str, Any]:
-    """The same shared memory for several buffers, under names that ``named`` takes apart: the last one written has a value.
-
-    The buffers of a dictionary among them lie one behind the other.
-    """
-    if len(buffers) == 1:
-        return buffers
-    groups = {"+".join(x) if isinstance(x, dict) else name: x for name, x in buffers.items()}
-    return {"|".join(groups): plgpu.RefUnion(*(list(x.values()) if isinstance(x, dict) else x for x in groups.values()))}
-
-
-def named(scratch: dict[str, Any]) -> dict[str, Any]:
-    """Shared memory by name."""
-    return {name: ref for names, refs in scratch.items() for name, ref in _pairs(names, refs)}
-
-
-def _pairs(names: str, refs: Any) -> Iterator[tuple[str, Any]]:
-    for mark in "|+":
-        if mark in names:
-            for some, ref in zip(names.split(mark), refs, strict=True):
-                yield from _pairs(some, ref)
-            return
-    yield names, refs
-
-
-def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
-    """Shared memory: every buffer is padded to a KB, one more holds barriers and the like, one what reduces to a scalar."""
-
-    def is_buffer(x: Any) -> bool:
-        return hasattr(x, "shape") and hasattr(x, "dtype")
-
-    buffers: list[Any] = [x for x in jax.tree.leaves(scratch, is_leaf=is_buffer) if is_buffer(x)]
-    return 1 + reductions + sum(-(-math.prod(x.shape) * jnp.dtype(x.dtype).itemsize // 1024) for x in buffers)
-
-
-def decays(g: Geometry) -> dict[str, Any]:
-    """Shared memory for a channel gate: the ring's log decays, and in their place the terms of the decayed keys.
-
-    Three terms are exact. Two are so to 2**-17, and leave another warpgroup of a verify its room.
-    """
-    log_decays = plgpu.SMEM((g.window, g.key_dim), f32)
-    terms = [plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16))]
-    terms = terms * (2 if g.tokens > 1 and g.checkpoint_dtype == f32 else 3)
-    # Where every warp does all channels, none may overwrite what another has yet to read.
-    return one_of({"decays": log_decays, "decayed": terms}) | ({"since": log_decays} if g.key_dim % 128 else {})
-
-
-def swizzled(dtype: Any, columns: int = SWIZZLED) -> tuple[Any, Any]:
-    """Transforms of an [8 m, 32 n] array in shared memory: what a warp or the tensor cores read without bank conflicts."""
-    width = columns * jnp.dtype(dtype).itemsize
-    # "abstract" only because their base class has a method without a body
-    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width)  # type: ignore[abstract]
-
-
 def load(ref: Ref, layout: Any) -> Array:
     """Reads shared memory into registers. The layouts' own conflict-free path would cost a select per element."""
     return plgpu.load(ref, layout=layout, optimized=False)
@@ -278,25 +207,6 @@ def barrier() -> None:
     plgpu.inline_mgpu()(lambda context: mgpu_utils.warpgroup_barrier())()
 
 
-def recompute_in_loop() -> None:
-    """Called in the body of a loop: what does not change in it is computed there anew.
-
-    Otherwise addresses and masks of all layouts are computed before the loop, and keep registers for which a warpgroup less
-    fits a multiprocessor.
-    """
-
-    def annotate(_: Any) -> None:
-        loop: Any = ir.InsertionPoint.current.block.owner
-        while loop is not None and loop.name != "scf.for":
-            loop = loop.parent
-        if loop is None:  # one turn, and no loop
-            return
-        stay = ir.Attribute.parse("#llvm.loop_annotation<licm = <disable = true>>")
-        loop.operation.attributes["loop_annotation"] = stay
-
-    plgpu.inline_mgpu()(annotate)()
-
-
 def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: Interpret) -> None:
     """A copy to shared memory that counts as an arrival either way; interpret mode knows no predicates and always copies."""
     plgpu.copy_gmem_to_smem(source, target, arrived, predicate=None if interpret is not None else needed)
@@ -315,22 +225,6 @@ def mask_of(live: Array) -> Array:
 def keep_bits(x: Array, mask: Array, axis: int) -> Array:
     """``keep`` by a mask from ``mask_of``."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, mask.dtype) & along(mask, x.shape, axis), x.dtype)
-
-
-def opaque(x: Array, layout: Any) -> Array:
-    """A vector of pairs of 16 bits of which the compiler forgets how it was made: it would take masks for conditions."""
-    shape = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
-    def same(context: Any, x: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
-        registers = np.empty_like(x.registers)
-        for at, register in np.ndenumerate(x.registers):
-            moved = llvm.inline_asm(word, [mgpu_utils.bitcast(register, word)], "mov.b32 $0, $1;", "=r,r")
-            registers[at] = mgpu_utils.bitcast(moved, register.type)
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=x.is_signed)
-
-    return same(x)
 
 
 def split(x: Array, nearest: bool = False) -> tuple[Array, Array]:
@@ -356,11 +250,3 @@ def round_to_checkpoint(x: Array, dtype: Any) -> Array:
         return x
     limit = float(jnp.finfo(dtype).max)
     return jnp.where(x > limit, limit, jnp.where(x < -limit, -limit, x)).astype(dtype)
-
-
-def compiler_params(scalar_reductions: bool) -> Any:
-    """Barriers are placed by hand, where data crosses threads. No reduction crosses warps, and the default scratch for those
-    (2 KB) would cost residency; 16 bytes, padded to 1 KB, are what the lowering of a reduction to a scalar asks for.
-    """
-    scratch = 16 if scalar_reductions else 0
-    return plgpu.CompilerParams(unsafe_no_auto_barriers=True, reduction_scratch_bytes=scratch)

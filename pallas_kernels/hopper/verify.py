@@ -14,7 +14,7 @@ drafts' queries and keys, on the tensor cores, and a rank-1 term per source. Wit
 One warpgroup streams the tiles of a few value heads of one key head; the products of keys and queries are formed once for all.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -24,7 +24,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
 from pallas_kernels.hopper.launch import best_config, launch
+from pallas_kernels.hopper.products import Product, sum_products
 from pallas_kernels.hopper.readers import DRAFTS, SOURCES
+from pallas_kernels.hopper.shared import one_of, swizzled, with_terms
 from pallas_kernels.hopper.stream import Stream, StreamConfig, folds_on_tensor_cores
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -47,16 +49,10 @@ from pallas_kernels.hopper.tiles import (
     f32,
     iota,
     load,
-    one_of,
     split,
     store,
     store_columns,
-    swizzled,
-    with_terms,
 )
-
-# An operand of the tensor cores in registers, [64, k], another's plane in shared memory, [N, ...], and its k columns.
-Product = tuple[Array, Ref, Any]
 
 
 def verify(
@@ -313,23 +309,3 @@ def _multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpre
     n = readers.count(g)
     of_readers = [planes.at[pl.ds(i * n, n)] for i in range(readers.terms(g))]
     return sum_products(products(), n, interpret)
-
-
-def sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
-    """The sum of all x @ plane[:, columns]^T, [64, n] float32, list after list.
-
-    The first operand is in registers, which interpret mode knows from shared memory only.
-    """
-    if interpret is not None:
-        pairs = [(x, plane[:, columns]) for some in products for x, plane, columns in some]
-        parts = [jnp.dot(x.astype(f32), y.astype(f32).T, precision="highest") for x, y in pairs]
-        return sum(parts[1:], parts[0])
-
-    def accumulate(total: Ref) -> Array:
-        for some in products:
-            for x, plane, columns in some:
-                plgpu.wgmma(total, x, plane.at[:, columns].T)
-            plgpu.wgmma_wait(1)  # or all first operands would be held in registers
-        return total[...]
-
-    return pl.run_scoped(accumulate, plgpu.ACC((TILE_ROWS, n), f32))

@@ -7,7 +7,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import records, warps
-from pallas_kernels.hopper.place import Place, columns_of
+from pallas_kernels.hopper.compiler import opaque
+from pallas_kernels.hopper.cut import columns_of
+from pallas_kernels.hopper.place import Place
 from pallas_kernels.hopper.readers import DRAFTS
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
@@ -23,7 +25,6 @@ from pallas_kernels.hopper.tiles import (
     keep_bits,
     load,
     mask_of,
-    opaque,
     split,
 )
 

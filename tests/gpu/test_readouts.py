@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import replayssm_jax as rs
-from pallas_kernels.hopper import place
+from pallas_kernels.hopper import cut
 from replayssm_jax import replay_pallas
 from replayssm_jax.readout import PLANE
 from tests.cases import Case, make_tokens
@@ -59,7 +59,7 @@ families = pytest.mark.parametrize("case", [GDN, KDA, MAMBA2], ids=lambda case: 
 @pytest.mark.parametrize("tokens", [1, 5, 9])
 def test_verify(case, tokens, rng, monkeypatch):
     if tokens < 9:  # cut as for many rows: several heads a warpgroup
-        monkeypatch.setattr(place, "_MULTIPROCESSORS", 1)
+        monkeypatch.setattr(cut, "_MULTIPROCESSORS", 1)
     if 2 * tokens > case.window:
         case = dataclasses.replace(case, window=32)
     assert_read_is_right(case, rng, tokens, 2e-5)

@@ -1,0 +1,187 @@
+"""How ``read``'s work is cut, and what shared memory a warpgroup then has."""
+
+import dataclasses
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import decode, digits
+from pallas_kernels.hopper.readers import DRAFTS
+from pallas_kernels.hopper.records import RING_CHUNK
+from pallas_kernels.hopper.shared import kilobytes, one_of, swizzled
+from pallas_kernels.hopper.tiles import (
+    TILE_ROWS,
+    Geometry,
+    bf16,
+    f32,
+    i32,
+)
+
+f16 = jnp.float16
+_MULTIPROCESSORS = 132
+_HALF_KB = 113  # of a multiprocessor's shared memory, for one of two blocks
+# Kinds of "numbers", by value head or (scales) by key head, and by token.
+LOG_DECAY, BETA, Q_SCALE, K_SCALE, COPY_SCALE = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadConfig:
+    """How the work is cut.
+
+    Attributes:
+        heads: value heads that one warpgroup serves.
+        stages: of them on their way at once.
+        pieces: of the state, 64 values by ``columns``, on their way at once, where no codes are read.
+        columns: of such a piece.
+    """
+
+    heads: int
+    stages: int = 1
+    pieces: int = 2
+    columns: int = 64
+
+
+def best_read_config(g: Geometry) -> ReadConfig:
+    """As many heads as share a key head (of those with gates or keys of their own two, or one of T > 1 tokens) that leave room
+    for a second warpgroup on a multiprocessor and enough of them to fill the GPU.
+
+    Another head is requested ahead where it takes little memory: warpgroups that live side by side hide each other's waiting.
+    """
+    enough = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS))
+    shared, own = (8, 2) if g.tokens == 1 else (4, 1)
+    most = own if g.group_size == 1 or g.channel_gate else shared
+    together = g.value_heads if g.group_size == 1 else g.group_size
+    configs = [_with_heads(g, n) for n in (8, 4, 2) if together % n == 0 and n <= min(enough, most)]
+    roomy = [config for config in configs if kilobytes(scratch_of(g, config), reductions=True) <= _HALF_KB]
+    return roomy[0] if roomy else _with_heads(g, 1)
+
+
+def _with_heads(g: Geometry, heads: int) -> ReadConfig:
+    if not reads_codes(g):
+        return ReadConfig(heads, columns=64 if g.tokens == 1 else 32)
+    codes = g.value_dim * g.key_dim // (2 if g.readout == "nvfp4" else 1)
+    return ReadConfig(heads, stages=2 if g.tokens == 1 and heads > 2 and codes <= 8192 else 1)
+
+
+def block_scale_rows(g: Geometry) -> tuple[int, int]:
+    """Shape in which a copy wants the block scales of a value head: rows of at most 256 bytes."""
+    size = g.value_dim * g.key_dim // 16
+    return (size // 256, 256) if size % 256 == 0 else (1, size)
+
+
+def readers_of(g: Geometry, config: ReadConfig) -> int:
+    """Queries that are taken back together, filled up to rows of four warps."""
+    return 4 * (-(-config.heads * g.tokens // 4))
+
+
+def planes_per(g: Geometry, config: ReadConfig) -> int:
+    """Planes of queries: one of all heads' (T = 1), or each head has its own."""
+    return 1 if g.tokens == 1 else config.heads
+
+
+def key_heads_of(g: Geometry, config: ReadConfig) -> int:
+    """Key heads of a warpgroup's value heads."""
+    return config.heads if g.group_size == 1 else 1
+
+
+def columns_of(g: Geometry) -> int:
+    """N, columns of the tensor cores: heads (T = 1), at most 8, or tokens."""
+    return -(-g.tokens // 8) * 8
+
+
+def keeps_direction(g: Geometry) -> bool:
+    """Whether a query keeps its direction on its way back, and all value heads of a key head share it."""
+    return g.tokens == 1 and not (g.delta_rule or g.channel_gate) and g.group_size > 1
+
+
+def reads_codes(g: Geometry) -> bool:
+    """Whether what is read has scales. Then it is copied by value head, and else by pieces."""
+    return g.readout in ("fp8_e4m3", "nvfp4")
+
+
+def takes_digits(g: Geometry) -> bool:
+    """Whether the tensor cores multiply integers."""
+    return g.tokens == 1 and g.readout == "nvfp4"
+
+
+def planes_of(g: Geometry) -> tuple[int, Any]:
+    """Terms of x, and their dtype, which is the tile's."""
+    if g.readout in decode.UNIT or g.readout == "fp8_e4m3":
+        return 2, f16
+    if g.readout == "checkpoint" and g.checkpoint_dtype == f16:
+        return 2, f16
+    return (2, bf16) if g.readout == "checkpoint" and g.checkpoint_dtype == f32 else (3, bf16)
+
+
+def _arrivals(g: Geometry) -> tuple[int, int]:
+    """Copies of what comes at the start, and of what comes with a value head."""
+    chunks = g.window // RING_CHUNK
+    start = 2 + chunks + (chunks + 1 if g.channel_gate else 1) + 1 + g.delta_rule
+    return start, 2 * reads_codes(g) + chunks + 1
+
+
+def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
+    s, n, r, key_heads = config.stages, columns_of(g), readers_of(g, config), key_heads_of(g, config)
+    chunks, (start, with_head) = g.window // RING_CHUNK, _arrivals(g)
+    several = planes_per(g, config)
+    scratch = {
+        "queries": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
+        "token_keys": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
+        "keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype),
+        "weights": plgpu.SMEM((config.heads, g.window), f32),
+        "numbers": plgpu.SMEM((5, config.heads, g.tokens), f32),
+        # records and tokens: of whatever width layout inference tiles it by when ``weigh`` loads it, a multiple of it
+        "trace": plgpu.SMEM((several, n, g.window + (DRAFTS if g.tokens > 1 else g.window)), f32),
+        "scales": plgpu.SMEM((several, n), f32),
+        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
+        "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
+        "start_arrived": plgpu.Barrier(num_arrivals=start),
+        "head_arrived": plgpu.Barrier(num_arrivals=with_head, num_barriers=s),
+        **_tile_scratch(g, config),
+    }
+    if not reads_codes(g):
+        scratch["piece_arrived"] = plgpu.Barrier(num_barriers=config.pieces)
+    planes: dict[str, Any] = {}
+    if takes_digits(g):
+        scratch["digits"] = plgpu.SMEM((r, digits.ROWS, g.key_dim), jnp.int8)
+    else:
+        count, dtype = planes_of(g)
+        planes["planes"] = plgpu.SMEM((several, count * n, g.key_dim), dtype, transforms=swizzled(dtype))
+    if g.channel_gate:
+        scratch["gates"] = plgpu.SMEM((g.tokens, config.heads, g.key_dim), f32)
+        decays = {"decays": plgpu.SMEM((chunks, config.heads, RING_CHUNK, g.key_dim), f32)}
+        scratch |= one_of(decays | planes) if planes else decays
+    else:
+        scratch |= {"decays": plgpu.SMEM((config.heads, g.window), f32), **planes}
+    if keeps_direction(g):
+        scratch["dots"] = plgpu.SMEM((g.window,), f32)
+    if g.delta_rule:
+        scratch["factors"] = plgpu.SMEM((key_heads, g.window), f32)
+    if g.tokens > 1:
+        scratch["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
+    return scratch
+
+
+def _tile_scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:
+    """Shared memory of what is read: as it is copied, under "tile", and as it is loaded."""
+    stages, shape, u8 = config.stages, (config.pieces, TILE_ROWS, config.columns), jnp.uint8
+    match g.readout:
+        case "checkpoint":
+            return {"tile": plgpu.SMEM(shape, jnp.dtype(g.checkpoint_dtype), transforms=swizzled(g.checkpoint_dtype))}
+        case "bf16" | "bf16_plane":
+            tiles = (plgpu.SMEM(shape, dtype, transforms=swizzled(dtype)) for dtype in (jnp.uint16, bf16))
+            return one_of(dict(zip(("tile", "numbers_of_tile"), tiles, strict=True)))
+        case "fp8_e4m3":
+            return _codes(stages, g.value_dim, g.key_dim) | {"row_scales": plgpu.SMEM((stages, g.value_dim), f32)}
+    copied = plgpu.SMEM((stages, *block_scale_rows(g)), u8)
+    scales = plgpu.SMEM((stages, g.value_dim, g.key_dim // 16), u8)
+    return _codes(stages, g.value_dim, g.key_dim // 2) | one_of({"copied_scales": copied, "block_scales": scales})
+
+
+def _codes(stages: int, rows: int, row_bytes: int) -> dict[str, Any]:
+    """The same bytes twice, said to be swizzled alike: layout inference might swizzle what is loaded and not what is copied."""
+    width = min(row_bytes, 128)
+    tile = plgpu.SMEM((stages, rows, row_bytes), jnp.uint8, transforms=swizzled(jnp.uint8, width))
+    words = plgpu.SMEM((stages, rows, row_bytes // 4), i32, transforms=swizzled(i32, width // 4))
+    return one_of({"tile": tile, "words": words})
