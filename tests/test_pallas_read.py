@@ -44,7 +44,8 @@ def test_verify(case, rng, no_races, monkeypatch):
     assert_read_is_right(case, rng, case.max_draft, 2e-5, INTERPRET)
 
 
-@pytest.mark.parametrize("case", CASES[:2], ids=lambda case: case.id)
+# the refresh kernel's own tests compare more formats
+@pytest.mark.parametrize("case", [pytest.param(CASES[0], marks=pytest.mark.long), CASES[1]], ids=lambda case: case.id)
 def test_flushed_checkpoints_do_not_depend_on_the_copy(case, rng, no_races):
     seed, pools = int(rng.integers(2**31)), []
     for form in ("checkpoint", "bf16", case.readout):

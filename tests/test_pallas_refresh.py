@@ -54,7 +54,7 @@ def test_refresh(case, rng, no_races):
     ("case", "readout", "held"),
     [
         (CASES[1], "fp8_e4m3", 1),
-        (CASES[1], "fp8_e4m3", 2),
+        pytest.param(CASES[1], "fp8_e4m3", 2, marks=pytest.mark.long),
         (CASES[1], "nvfp4", 2),
         (CASES[4], "nvfp4", 1),
         (CASES[5], "bf16_plane", 2),
