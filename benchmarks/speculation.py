@@ -185,7 +185,7 @@ def main() -> int:
     ]
     entries = measure_all(jobs, program, measure, options.processes, apart=True)
     write(options.out, ["wall clock of a round, verify and commit, tokens and what is kept drawn on the device in it"], entries)
-    return 0 if all(entry.get("passed") for entry in entries) else 1
+    return 0 if entries and all(entry.get("passed") for entry in entries) else 1
 
 
 if __name__ == "__main__":

@@ -56,9 +56,14 @@ def measure_all(
         started = [context.Process(target=_work, args=(jobs[i::share], outs[i], *common)) for i in range(share)]
         for process in started:
             process.start()
-        for process in started:
-            process.join()
+        while any(process.is_alive() for process in started):
+            time.sleep(0.1)
+            if all_compiled is not None and any(process.exitcode for process in started):
+                all_compiled.abort()  # or the others would wait for it
         entries = [entry for out in outs if out.exists() for entry in json.loads(out.read_text())]
+        for i, process in enumerate(started):
+            if process.exitcode:
+                entries.append({"family": jobs[i].family, "error": f"a process of {jobs[i]} ended with {process.exitcode}"})
     failed = [entry["error"] for entry in entries if "error" in entry]
     print("\n".join(failed) or "all measured", f"in {time.monotonic() - begin:.0f} s")
     return entries

@@ -70,7 +70,7 @@ class Plan:
         recurrent_layers: how many.
         checkpoint: of all recurrent layers.
         readout: their read-out copies, 0 without.
-        read: of either, what an ordinary step reads.
+        read: what an ordinary step reads: the checkpoint, its copy, or half of it.
         record: one token's records of all recurrent layers.
         conv: convolution histories.
         kv_per_token: attention caches.

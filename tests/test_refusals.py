@@ -115,6 +115,10 @@ _STOCHASTIC = {"checkpoint": "float16", "rounding": "stochastic"}
         ({"dims": (12, 32)}, "value_dim=12: the GPU kernels take multiples of 8"),
         ({"readout": "nvfp4", "dims": (64, 96)}, "key_dim=96 with readout='nvfp4': the GPU kernels take 64, 128 or 256"),
         ({"records": "raw", "dims": (80, 64)}, "value_dim=80 with records='raw': the GPU kernels take multiples of 64"),
+        (
+            {"readout": "bf16", "dims": (320, 64)},
+            "value_dim=320 with readout='bf16': the GPU kernels take multiples of 64 up to",
+        ),
         (_STOCHASTIC, "rounding='stochastic' with records of updates: the GPU kernels take it with records='raw' or a copy"),
         (_STOCHASTIC | {"delta_rule": False}, "key_dim=32 with rounding='stochastic': the GPU kernels take 64, 128 or 256"),
         ({"readout": "nvfp4", "dims": (256, 256)}, "a head of 256 x 256 needs "),

@@ -7,7 +7,7 @@ With records and tokens 1..t, their keys k_j, values v_j, gates alpha_j and beta
 
 and without the delta rule x_{j-1} = alpha_j x_j. So no update is ever made of a rounded read, a tile is read by one vector per
 token, and what is done per record is done in K numbers and not in V K. All of it in float32 but for products on the tensor
-cores. C is cut into bfloat16 or float16 terms that hold a copy exactly (float32 to 2**-16), x_0 to 2**-16 or 2**-22. Codes of
+cores. C is cut into bfloat16 or float16 terms that hold a copy exactly (float32 to 2**-16), x_0 to 2**-16 at least. Codes of
 nvfp4 meet a single query as integers, exactly too, and x_0 is true to 2**-29 of its largest channel, see ``digits``. Values in
 bfloat16 meet weights that are true to 2**-17.
 

@@ -202,8 +202,8 @@ def multiply_decayed(ring: Ring, planes: Ref, products: Ref, interpret: Interpre
 
     Args:
         ring: the records.
-        planes: the terms, a row each. [32 n, K] bfloat16
-        products: result. [L, 32 n] float32
+        planes: the terms, a row each, R a multiple of 16 and at least 32. [R, K] bfloat16
+        products: result. [L, R] float32
         interpret: parameters of interpret mode, which has no mma.
     """
     warps = ring.window // 16

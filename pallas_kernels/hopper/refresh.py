@@ -7,6 +7,7 @@ the delta rule u = weight_j v_j. The heads of the rows whose turn it is are deal
 busy, and none cost the start of the blocks.
 """
 
+import dataclasses
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -29,6 +30,7 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     Rows,
     barrier,
+    bf16,
     f32,
     iota,
     round_to_checkpoint,
@@ -120,9 +122,22 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
     if (needed := heads.shared_kb(g)) > _SHARED_KB:
         return (
             f"a head of {g.value_dim} x {g.key_dim} needs {needed} KB of shared memory of {_SHARED_KB} for "
-            f"readout={g.readout!r}: readout='fp8_e4m3' or a checkpoint of 16 bits takes less"
+            f"readout={g.readout!r} and window={g.window}: {_smaller(g)}"
         )
     return None
+
+
+def _smaller(g: Geometry) -> str:
+    """What would fit in the place of a geometry that does not."""
+    changes: dict[str, dict[str, Any]] = {
+        "window=16": {"window": 16},
+        "readout='fp8_e4m3'": {"readout": "fp8_e4m3"},
+        "a checkpoint of 16 bits": {} if g.halved else {"checkpoint_dtype": bf16},
+        "bfloat16 records": {"record_dtype": bf16},
+    }
+    others = {name: dataclasses.replace(g, **change) for name, change in changes.items()}
+    fitting = [name for name, other in others.items() if heads.shared_kb(other) <= _SHARED_KB]
+    return f"{' or '.join(fitting)} would do" if fitting else "smaller heads would do"
 
 
 def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, more: Array) -> None:

@@ -38,8 +38,8 @@ def _unsupported_read(g: Geometry) -> str | None:
     what = what if g.readout == "checkpoint" else f"readout={g.readout!r}"
     if g.key_dim not in (64, 128, 256):
         return f"key_dim={g.key_dim} with {what}: the GPU kernels take 64, 128 or 256"
-    if g.value_dim % TILE_ROWS:
-        return f"value_dim={g.value_dim} with {what}: the GPU kernels take multiples of {TILE_ROWS}"
+    if g.value_dim % TILE_ROWS or g.value_dim > 256:
+        return f"value_dim={g.value_dim} with {what}: the GPU kernels take multiples of {TILE_ROWS} up to 256"
     return None
 
 

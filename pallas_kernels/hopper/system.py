@@ -60,7 +60,7 @@ def _place_keys(fold: Fold) -> None:
 
 
 def _decay_heads(fold: Fold) -> None:
-    """Decays of a head gate: LEFT, READ and TOTAL; with the delta rule A, in "system"."""
+    """Decays of a head gate: LEFT, OF_VALUES, OF_READS and TOTAL; with the delta rule A, in "system"."""
     g, ring, by_row, by_column = fold.g, fold.ring, SQUARE.reduce(1), SQUARE.reduce(0)
     shape = (g.window, g.window)
     log_decay = jnp.where(ring.age(by_column) < ring.count, load(fold.number(LOG_DECAYS), by_column), 0.0)
@@ -144,7 +144,7 @@ def _renamed(x: Array, layout: Any, target: Any, shape: tuple[int, int]) -> Arra
 
 
 def _decay_channels(fold: Fold) -> None:
-    """Keys under a channel gate, as they are folded and as they read; LEFT, READ and "total"; with the delta rule A."""
+    """Keys under a channel gate, as folded and as they read; OF_VALUES, OF_READS and "total"; with the delta rule A."""
     g, ring = fold.g, fold.ring
     by_row, by_column, shape = SQUARE.reduce(1), SQUARE.reduce(0), (g.window, g.key_dim)
     store(fold.decays, jnp.exp(load(fold.decays, SQUARE)))

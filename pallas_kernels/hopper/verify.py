@@ -83,7 +83,7 @@ def verify(
 def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
     n = readers.count(g)
-    rows = max(2 * n, 32) if g.channel_gate else n * readers.terms(g)  # mma wants 32 of them
+    rows = max(2 * n, 32) if g.channel_gate else n * readers.terms(g)  # mma wants 32 at least
     weights = [plgpu.SMEM((n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS)) for _ in range(2)]
     values, answers = with_terms("values", DRAFTS, g.value_dtype), plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
     inputs_and_outputs = values | {"answers": answers}

@@ -118,8 +118,9 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     form = rest.get("format") if isinstance(rest, dict) else None
     if form != _FORMAT:
         raise ValueError(f"{path} has format {form}, this version reads {_FORMAT}")
-    for described, needed, whose in ((rest, _KEYS, "it"), *((r, _REQUEST_KEYS, "a request") for r in rest.get("requests", ()))):
-        if missing := sorted(needed - described.keys()):
+    requests = [(request, _REQUEST_KEYS, "a request") for request in rest.get("requests") or ()]
+    for described, needed, whose in ((rest, _KEYS, "it"), *requests):
+        if missing := sorted(needed - (described.keys() if isinstance(described, dict) else set())):
             raise ValueError(f"{path} is damaged: {whose} lacks {', '.join(missing)}")
     try:
         return rest, load_file(folder / _ARRAYS)
