@@ -9,6 +9,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels.hopper import mlir
 from pallas_kernels.hopper.tiles import Array
 
 
@@ -37,7 +38,7 @@ def opaque(x: Array, layout: Any) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
     def same(context: Any, x: Any) -> Any:
-        word = ir.IntegerType.get_signless(32)
+        word = mlir.word_type()
         registers = np.empty_like(x.registers)
         for at, register in np.ndenumerate(x.registers):
             moved = llvm.inline_asm(word, [mgpu_utils.bitcast(register, word)], "mov.b32 $0, $1;", "=r,r")

@@ -12,10 +12,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import chance, small_floats
-from pallas_kernels.hopper import encode
+from pallas_kernels.hopper import encode, mlir
 from pallas_kernels.hopper.shared import swizzled
 from pallas_kernels.hopper.tiles import (
     STATE,
@@ -178,7 +178,7 @@ def most(largest: Array, line: Ref, interpret: Interpret) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((TILE_ROWS,), jnp.dtype(i32), layout=VALUES))
     def of_warp(context: Any, bits: Any) -> Any:
-        first, second = (vector.extract(x, dynamic_position=[], static_position=[0]) for x in bits.registers.flat)
+        first, second = (mlir.element(x, 0) for x in bits.registers.flat)
         both = arith.maxsi(first, second)
         top = llvm.inline_asm(both.type, [both], "redux.sync.max.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True)
         return fragmented_array.FragmentedArray.splat(top, (TILE_ROWS,), VALUES.to_mgpu(), is_signed=True)

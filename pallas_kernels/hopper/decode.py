@@ -25,7 +25,7 @@ from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.hopper import warps
+from pallas_kernels.hopper import mlir, warps
 from pallas_kernels.hopper.shared import swizzled
 from pallas_kernels.hopper.tiles import STATE, TILE_ROWS, Array, Interpret, Ref, f32, i32
 from pallas_kernels.small_floats import SCALE_BLOCK
@@ -128,7 +128,7 @@ def decode_fp8(words: Array, interpret: Interpret) -> Array:
 
     def four(word: Any, scale: Any) -> list[Any]:
         del scale
-        return [two_e4m3(word), two_e4m3(arith.shrui(word, _constant(16)))]
+        return [two_e4m3(word), two_e4m3(arith.shrui(word, mlir.word(16)))]
 
     return _decode(words, None, words.shape[1] * 4, four)
 
@@ -164,8 +164,8 @@ def decode_nvfp4(words: Array, scales: Array, interpret: Interpret) -> Array:
     def eight(word: Any, scale: Any) -> list[Any]:
         pairs = []
         for by_size, by_sign in ((9, 12), (5, 8), (1, 4), (-3, 0)):
-            size = arith.andi(_shifted(word, by_size), _constant(0x0E000E00))
-            sign = arith.andi(_shifted(word, by_sign), _constant(-0x7FFF8000))
+            size = arith.andi(_shifted(word, by_size), mlir.word(0x0E000E00))
+            sign = arith.andi(_shifted(word, by_sign), mlir.word(-0x7FFF8000))
             pair = mgpu_utils.bitcast(arith.ori(size, sign), ir.VectorType.get((2,), ir.F16Type.get()))
             pairs.append(arith.mulf(pair, scale))
         return pairs
@@ -193,7 +193,7 @@ def _decode(words: Array, scales: Array | None, key_dim: int, pairs: Callable[[A
                 units = _block_units(own)
                 for i in range(count):
                     unit = units[i * len(units) // count] if units else None
-                    done += pairs(_element(vector_of_words, i), unit)
+                    done += pairs(mlir.element(vector_of_words, i), unit)
             registers[row::2] = done
         return fragmented_array.FragmentedArray(
             _registers=registers.reshape(target.registers_shape(shape)), _layout=target, _is_signed=None
@@ -210,23 +210,15 @@ def _block_units(scales: Any) -> list[Any]:
     lift = vector.broadcast(pair, mgpu.c(2.0**14, ir.F16Type.get()))
     units = []
     for i in range(ir.VectorType(scales.type).shape[0]):
-        code = arith.extui(word, _element(scales, i))
-        both = arith.muli(code, _constant(0x00800080))  # the code's bits at the place of a float16's, twice
+        code = arith.extui(word, mlir.element(scales, i))
+        both = arith.muli(code, mlir.word(0x00800080))  # the code's bits at the place of a float16's, twice
         unit = arith.mulf(mgpu_utils.bitcast(both, pair), lift)
-        nan = arith.cmpi(arith.CmpIPredicate.eq, code, _constant(0x7F))
-        units.append(arith.select(nan, mgpu_utils.bitcast(_constant(0x7E007E00), pair), unit))
+        nan = arith.cmpi(arith.CmpIPredicate.eq, code, mlir.word(0x7F))
+        units.append(arith.select(nan, mgpu_utils.bitcast(mlir.word(0x7E007E00), pair), unit))
     return units
-
-
-def _element(x: Any, i: int) -> Any:
-    return vector.extract(x, dynamic_position=[], static_position=[i])
-
-
-def _constant(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
 
 
 def _shifted(word: Any, left: int) -> Any:
     if left == 0:
         return word
-    return arith.shli(word, _constant(left)) if left > 0 else arith.shrui(word, _constant(-left))
+    return arith.shli(word, mlir.word(left)) if left > 0 else arith.shrui(word, mlir.word(-left))

@@ -12,13 +12,12 @@ from typing import Any
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from pallas_kernels.hopper import decode, warps
+from pallas_kernels.hopper import decode, mlir, warps
 from pallas_kernels.hopper.tiles import MMA_SUM, TILE_ROWS, VALUES, Array, Interpret, Ref, f32, i32
 from pallas_kernels.small_floats import SCALE_BLOCK
 
@@ -58,15 +57,15 @@ def store(ref: Ref, x: Array, interpret: Interpret) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), warps.columns_layout(x.shape[1])))
     def put(context: Any, ref: Any, digits: Any) -> None:
-        warp, lane = _index(arith.remui(mgpu_utils.warp_idx(sync=False), _int(4))), _index(_lane())
+        warp, lane = mlir.index(arith.remui(mgpu_utils.warp_idx(sync=False), mlir.word(4))), mlir.index(mlir.lane())
         for (row, block), register in np.ndenumerate(digits.registers.reshape(x.shape[0] // 4, -1)):
             count = ir.VectorType(register.type).shape[0]
-            at = arith.addi(arith.muli(lane, _position(count)), _position(32 * count * block))
-            words = [arith.shrui(register, vector.broadcast(register.type, _int(shift))) for shift in _SHIFTS]
-            words.append(vector.broadcast(register.type, _int(0)))
+            at = arith.addi(arith.muli(lane, mlir.position(count)), mlir.position(32 * count * block))
+            words = [arith.shrui(register, vector.broadcast(register.type, mlir.word(shift))) for shift in _SHIFTS]
+            words.append(vector.broadcast(register.type, mlir.word(0)))
             for i, word in enumerate(words):
                 digit = arith.trunci(ir.VectorType.get((count,), ir.IntegerType.get_signless(8)), word)
-                vector.store(digit, ref, [arith.addi(warp, _position(4 * row)), _position(i), at])
+                vector.store(digit, ref, [arith.addi(warp, mlir.position(4 * row)), mlir.position(i), at])
 
     put(ref, digits)
 
@@ -82,11 +81,11 @@ def load(ref: Ref, interpret: Interpret) -> Array:
     )
     def get(context: Any, ref: Any) -> Any:
         eight = ir.VectorType.get((8,), ir.IntegerType.get_signless(8))
-        digit, quarter = (arith.andi(arith.shrui(_lane(), _int(shift)), _int(3)) for shift in (2, 0))
-        own = arith.cmpi(arith.CmpIPredicate.eq, _at_least(_lane(), 16), _at_least(quarter, 2))
-        digit, first = _index(arith.select(own, digit, _int(4))), arith.muli(_index(quarter), _position(8))
-        registers = [vector.load(eight, ref, [digit, arith.addi(first, _position(i))]) for i in range(0, shape[1], 32)]
-        return warps.array(registers, DIGITS, shape, is_signed=True)
+        digit, quarter = (arith.andi(arith.shrui(mlir.lane(), mlir.word(shift)), mlir.word(3)) for shift in (2, 0))
+        own = arith.cmpi(arith.CmpIPredicate.eq, _at_least(mlir.lane(), 16), _at_least(quarter, 2))
+        digit, first = mlir.index(arith.select(own, digit, mlir.word(4))), arith.muli(mlir.index(quarter), mlir.position(8))
+        registers = [vector.load(eight, ref, [digit, arith.addi(first, mlir.position(i))]) for i in range(0, shape[1], 32)]
+        return mlir.array(registers, DIGITS, shape, is_signed=True)
 
     return get(ref)
 
@@ -111,18 +110,20 @@ def multiply(words: Array, scales: Array, digits: Array, unit: Array, zero: Arra
 
     @plgpu.inline_mgpu(arg_types=(WORDS, scales_layout(digits.shape[1]), DIGITS, VALUES, VALUES), return_type=result)
     def of_tile(context: Any, words: Any, scales: Any, digits: Any, unit: Any, zero: Any) -> Any:
-        lane, tables = arith.andi(_lane(), _int(3)), _tables(_element(zero.registers.flat[0], 0))
-        second, lower = _at_least(lane, 2), _at_least(arith.andi(lane, _int(1)), 1)
+        lane, tables = arith.andi(mlir.lane(), mlir.word(3)), _tables(mlir.element(zero.registers.flat[0], 0))
+        second, lower = _at_least(lane, 2), _at_least(arith.andi(lane, mlir.word(1)), 1)
         units = [_units(row, second) for row in scales.registers.flat]
-        right = [mgpu_utils.bitcast(eight, ir.VectorType.get((2,), _word())) for eight in digits.registers.flat]
+        right = [mgpu_utils.bitcast(eight, ir.VectorType.get((2,), mlir.word_type())) for eight in digits.registers.flat]
         answers: list[Any] = [None, None]
         for four, columns, *by_row in zip(words.registers.reshape(-1, 2), right, *units, strict=True):
-            sums = _sums([_element(word, 0) for word in four], [_element(columns, i) for i in range(2)], tables)
+            sums = _sums([mlir.element(word, 0) for word in four], [mlir.element(columns, i) for i in range(2)], tables)
             for row, scale in enumerate(by_row):
-                both = arith.addi(arith.shli(sums[2 * row], _int(8)), sums[2 * row + 1])
+                both = arith.addi(arith.shli(sums[2 * row], mlir.word(8)), sums[2 * row + 1])
                 answers[row] = _add_product(arith.sitofp(ir.F32Type.get(), both), scale, answers[row])
-        unit = arith.mulf(_element(unit.registers.flat[0], 0), arith.select(lower, _float(1 / UNIT), _float(2.0**16 / UNIT)))
-        return warps.array([_beside_zero(arith.mulf(answer, unit)) for answer in answers], MMA_SUM, shape)
+        unit = arith.mulf(
+            mlir.element(unit.registers.flat[0], 0), arith.select(lower, mlir.number(1 / UNIT), mlir.number(2.0**16 / UNIT))
+        )
+        return mlir.array([_beside_zero(arith.mulf(answer, unit)) for answer in answers], MMA_SUM, shape)
 
     def splat(x: Array) -> Array:
         return plgpu.layout_cast(jnp.full((TILE_ROWS,), x), VALUES)
@@ -132,41 +133,44 @@ def multiply(words: Array, scales: Array, digits: Array, unit: Array, zero: Arra
 
 def _sums(words: list[Any], columns: list[Any], tables: list[tuple[Any, Any]]) -> list[Any]:
     """32 columns of 16 rows, a word of each of a lane's two rows, times 8 columns: two sums of either row."""
-    sums = [_int(0)] * 4
+    sums = [mlir.word(0)] * 4
     for table, mask in zip(tables, (0x77777777, 0xFFFFFFFF), strict=True):
-        codes = [arith.andi(word, _int(mask)) for word in words]
-        left = [_permute(*table, arith.shrui(code, _int(shift))) for shift in (0, 16) for code in codes]
+        codes = [arith.andi(word, mlir.word(mask)) for word in words]
+        left = [_permute(*table, arith.shrui(code, mlir.word(shift))) for shift in (0, 16) for code in codes]
         struct = llvm.inline_asm(
-            llvm.StructType.get_literal([_word()] * 4),
+            llvm.StructType.get_literal([mlir.word_type()] * 4),
             [*left, *columns, *sums],
             "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
             "=r,=r,=r,=r" + ",r" * 10,
         )
-        sums = [llvm.extractvalue(_word(), struct, [i]) for i in range(4)]
+        sums = [llvm.extractvalue(mlir.word_type(), struct, [i]) for i in range(4)]
     return sums
 
 
 def _tables(zero: Any) -> list[tuple[Any, Any]]:
     """Bytes by the size of a code, for four sizes each: -|c|, which no sign bit may reach, and 2 |c|, in halves."""
-    return [(arith.addi(_int(low), zero), _int(high)) for low, high in ((0xFDFEFF00, 0xF4F8FAFC), (0x06040200, 0x18100C08))]
+    return [
+        (arith.addi(mlir.word(low), zero), mlir.word(high))
+        for low, high in ((0xFDFEFF00, 0xF4F8FAFC), (0x06040200, 0x18100C08))
+    ]
 
 
 def _units(scales: Any, second: Any) -> list[Any]:
     """Scales of a row as float32, of either the first or the second of every two blocks."""
     count = ir.VectorType(scales.type).shape[0]
-    words = mgpu_utils.bitcast(scales, ir.VectorType.get((count // 4,), _word()))
-    bytes_of_two = arith.select(second, _int(0x7531), _int(0x6420))
+    words = mgpu_utils.bitcast(scales, ir.VectorType.get((count // 4,), mlir.word_type()))
+    bytes_of_two = arith.select(second, mlir.word(0x7531), mlir.word(0x6420))
     units = []
     for first in range(0, count // 4, 2):
-        low, high = (_element(words, min(first + i, count // 4 - 1)) for i in range(2))
+        low, high = (mlir.element(words, min(first + i, count // 4 - 1)) for i in range(2))
         four = _permute(low, high, bytes_of_two)
-        halves = [decode.two_e4m3(four), decode.two_e4m3(arith.shrui(four, _int(16)))]
-        units += [arith.extf(ir.F32Type.get(), _element(pair, i)) for pair in halves for i in range(2)]
+        halves = [decode.two_e4m3(four), decode.two_e4m3(arith.shrui(four, mlir.word(16)))]
+        units += [arith.extf(ir.F32Type.get(), mlir.element(pair, i)) for pair in halves for i in range(2)]
     return units[: count // 2]
 
 
 def _permute(low: Any, high: Any, selectors: Any) -> Any:
-    return llvm.inline_asm(_word(), [low, high, selectors], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+    return llvm.inline_asm(mlir.word_type(), [low, high, selectors], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _add_product(x: Any, y: Any, total: Any) -> Any:
@@ -174,37 +178,9 @@ def _add_product(x: Any, y: Any, total: Any) -> Any:
 
 
 def _beside_zero(x: Any) -> Any:
-    zeros = vector.broadcast(ir.VectorType.get((2,), ir.F32Type.get()), _float(0.0))
+    zeros = vector.broadcast(ir.VectorType.get((2,), ir.F32Type.get()), mlir.number(0.0))
     return vector.insert(x, zeros, dynamic_position=[], static_position=[0])
 
 
-def _lane() -> Any:
-    return arith.andi(mgpu_utils.thread_idx(), _int(31))
-
-
 def _at_least(x: Any, bound: int) -> Any:
-    return arith.cmpi(arith.CmpIPredicate.uge, x, _int(bound))
-
-
-def _index(x: Any) -> Any:
-    return arith.index_cast(ir.IndexType.get(), x)
-
-
-def _position(value: int) -> Any:
-    return mgpu.c(value, ir.IndexType.get())
-
-
-def _element(x: Any, i: int) -> Any:
-    return vector.extract(x, dynamic_position=[], static_position=[i])
-
-
-def _word() -> Any:
-    return ir.IntegerType.get_signless(32)
-
-
-def _int(value: int) -> Any:
-    return mgpu.c(value - 2**32 if value >= 2**31 else value, _word())
-
-
-def _float(value: float) -> Any:
-    return mgpu.c(value, ir.F32Type.get())
+    return arith.cmpi(arith.CmpIPredicate.uge, x, mlir.word(bound))

@@ -7,14 +7,12 @@ from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 
+from pallas_kernels.hopper import mlir
 from pallas_kernels.hopper.tiles import Array, Geometry, Interpret, Rows, channels_layout, i32
 
 _LANES = 32
@@ -46,22 +44,20 @@ def due_rows(rows: Rows, first: Array, g: Geometry, more_than: int, interpret: I
         return_type=plgpu.ShapeDtypeStruct((_LANES,), jnp.dtype(i32), layout=_WORDS),
     )
     def look(context: Any, slots: Any, lengths: Any, length: Any, first: Any) -> Any:
-        first = arith.addi(first.registers.item(), _lane())
-        word = _i32(0)
+        first = arith.addi(first.registers.item(), mlir.lane())
+        word = mlir.word(0)
         for bit in range(bits):
-            row = arith.addi(first, _i32(bit * _LANES))
-            known = arith.minsi(row, _i32(g.rows - 1))
+            row = arith.addi(first, mlir.word(bit * _LANES))
+            known = arith.minsi(row, mlir.word(g.rows - 1))
             slot = _number(slots, known)
-            wanted = arith.cmpi(arith.CmpIPredicate.ult, slot, _i32(g.slots))
-            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.slt, row, _i32(g.rows)))
-            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.sgt, _number(lengths, known), _i32(0)))
-            count = _number(length, arith.select(wanted, slot, _i32(0)))
-            due = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.sgt, count, _i32(more_than)))
-            word = arith.ori(word, arith.shli(arith.extui(word.type, due), _i32(bit)))
-        target, every = _WORDS.to_mgpu(), np.empty(1, dtype=object)
-        every[0] = vector.broadcast(ir.VectorType.get((1,), word.type), word)
-        every = every.reshape(target.registers_shape((_LANES,)))
-        return fragmented_array.FragmentedArray(_registers=every, _layout=target, _is_signed=True)
+            wanted = arith.cmpi(arith.CmpIPredicate.ult, slot, mlir.word(g.slots))
+            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.slt, row, mlir.word(g.rows)))
+            wanted = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.sgt, _number(lengths, known), mlir.word(0)))
+            count = _number(length, arith.select(wanted, slot, mlir.word(0)))
+            due = arith.andi(wanted, arith.cmpi(arith.CmpIPredicate.sgt, count, mlir.word(more_than)))
+            word = arith.ori(word, arith.shli(arith.extui(word.type, due), mlir.word(bit)))
+        register = vector.broadcast(ir.VectorType.get((1,), word.type), word)
+        return mlir.array([register], _WORDS, (_LANES,), is_signed=True)
 
     return look(rows.slots, rows.lengths, rows.length, first)
 
@@ -75,7 +71,7 @@ def count_rows(words: Array, interpret: Interpret) -> Array:
         arg_types=(_WORDS,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(i32), layout=plgpu.Layout.WG_SPLAT)
     )
     def count(context: Any, words: Any) -> Any:
-        return _scalar(_sum_of_lanes(math.ctpop(_word(words))))
+        return _scalar(_sum_of_lanes(math.ctpop(mlir.element(words.registers.item(), 0))))
 
     return count(words)
 
@@ -92,31 +88,25 @@ def nth_row(words: Array, n: Array, interpret: Interpret) -> Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(i32), layout=plgpu.Layout.WG_SPLAT),
     )
     def find(context: Any, words: Any, n: Any) -> Any:
-        word, lane = _word(words), _lane()
+        word, lane = mlir.element(words.registers.item(), 0), mlir.lane()
         own = math.ctpop(word)
         upto = own
         for step in (1, 2, 4, 8, 16):
             below = _across_lanes(f"shfl.sync.up.b32 $0, $1, {step}, 0, 0xffffffff;", upto)
-            upto = arith.addi(upto, arith.select(arith.cmpi(arith.CmpIPredicate.sge, lane, _i32(step)), below, _i32(0)))
+            upto = arith.addi(
+                upto, arith.select(arith.cmpi(arith.CmpIPredicate.sge, lane, mlir.word(step)), below, mlir.word(0))
+            )
         nth = arith.subi(n.registers.item(), arith.subi(upto, own))
         mine = arith.cmpi(arith.CmpIPredicate.ult, nth, own)
-        bit = llvm.inline_asm(word.type, [word, arith.addi(nth, _i32(1))], "fns.b32 $0, $1, 0, $2;", "=r,r,r")
-        row = arith.addi(arith.shli(bit, _i32(5)), lane)
-        return _scalar(_sum_of_lanes(arith.select(mine, row, _i32(0))))
+        bit = llvm.inline_asm(word.type, [word, arith.addi(nth, mlir.word(1))], "fns.b32 $0, $1, 0, $2;", "=r,r,r")
+        row = arith.addi(arith.shli(bit, mlir.word(5)), lane)
+        return _scalar(_sum_of_lanes(arith.select(mine, row, mlir.word(0))))
 
     return find(words, n)
 
 
-def _lane() -> Any:
-    return arith.andi(mgpu_utils.thread_idx(), _i32(_LANES - 1))
-
-
-def _word(words: Any) -> Any:
-    return vector.extract(words.registers.item(), dynamic_position=[], static_position=[0])
-
-
 def _number(ref: Any, index: Any) -> Any:
-    return memref.load(ref, [arith.index_cast(ir.IndexType.get(), index)])
+    return memref.load(ref, [mlir.index(index)])
 
 
 def _sum_of_lanes(x: Any) -> Any:
@@ -129,7 +119,3 @@ def _across_lanes(instruction: str, x: Any) -> Any:
 
 def _scalar(x: Any) -> Any:
     return fragmented_array.FragmentedArray.splat(x, (), is_signed=True)
-
-
-def _i32(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))

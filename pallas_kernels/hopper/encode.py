@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, math, vector
 
+from pallas_kernels.hopper import mlir
 from pallas_kernels.hopper.tiles import TILE_ROWS, VALUES, Array, Interpret
 from pallas_kernels.small_floats import E2M1_HALFWAY, E4M3, LARGEST_SCALED, NOT_FINITE, SCALE_BLOCK, round_to
 
@@ -75,11 +75,12 @@ def encode_nvfp4(x: Array, inverse: Array, interpret: Interpret) -> tuple[Array,
         return plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.uint8), layout=_bytes_layout(n, block))
 
     @plgpu.inline_mgpu(arg_types=(blocks_layout(n), VALUES), return_type=(like(8), like(1)))
-    def encode(context: Any, x: Any, inverse: Any) -> tuple[Any, Any]:
-        inverse = _element(inverse.registers.flat[0], 0)
-        blocks = [[_element(four, i) for four in fours for i in range(4)] for fours in x.registers.reshape(-1, 4)]
+    def encode(context: Any, x: Any, inverse: Any) -> Any:
+        inverse = mlir.element(inverse.registers.flat[0], 0)
+        blocks = [[mlir.element(four, i) for four in fours for i in range(4)] for fours in x.registers.reshape(-1, 4)]
         codes, scales = zip(*(_encode_block(block, inverse) for block in blocks), strict=True)
-        return _array(codes, like(8)), _array(scales, like(1))
+        made = ((codes, like(8)), (scales, like(1)))
+        return tuple(mlir.array(registers, x.layout, x.shape, is_signed=False) for registers, x in made)
 
     return encode(x, inverse)
 
@@ -109,9 +110,9 @@ def _encode_block(numbers: list[Any], inverse: Any) -> tuple[Any, Any]:
     """Codes and scale of a block: 16 x float32, 1 / scale of the head -> 8 bytes, 1 byte"""
     sizes = [math.absf(arith.mulf(number, inverse)) for number in numbers]
     largest = _largest(sizes)
-    finite = arith.cmpi(arith.CmpIPredicate.slt, largest, _i32(NOT_FINITE))
-    largest = arith.minsi(largest, _bits(arith.mulf(_f32(_LIMIT), inverse)))
-    scale = _to_e4m3(arith.mulf(_float(largest), _f32(1 / 6)))
+    finite = arith.cmpi(arith.CmpIPredicate.slt, largest, mlir.word(NOT_FINITE))
+    largest = arith.minsi(largest, _bits(arith.mulf(mlir.number(_LIMIT), inverse)))
+    scale = _to_e4m3(arith.mulf(_float(largest), mlir.number(1 / 6)))
     codes, byte = _block_codes(numbers, sizes, _from_e4m3(scale), finite), ir.IntegerType.get_signless(8)
     scale = arith.select(finite, arith.trunci(byte, scale), mgpu.c(E4M3.nan, byte))
     return codes, vector.broadcast(ir.VectorType.get((1,), byte), scale)
@@ -120,16 +121,16 @@ def _encode_block(numbers: list[Any], inverse: Any) -> tuple[Any, Any]:
 def _block_codes(numbers: list[Any], sizes: list[Any], unit: Any, finite: Any) -> Any:
     """Codes of a block's numbers, of which ``sizes`` are magnitudes over the head's scale: 16 x float32 -> 8 bytes"""
     inverse = llvm.inline_asm(unit.type, [unit], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
-    rest = arith.mulf(math.fma(arith.negf(unit), inverse, _f32(1.0)), inverse)
-    live = arith.andi(finite, arith.cmpf(arith.CmpFPredicate.OGT, unit, _f32(0.0)))
+    rest = arith.mulf(math.fma(arith.negf(unit), inverse, mlir.number(1.0)), inverse)
+    live = arith.andi(finite, arith.cmpf(arith.CmpFPredicate.OGT, unit, mlir.number(0.0)))
     words = []
     for first in range(0, SCALE_BLOCK, _PACKED):
-        word = _i32(0)
+        word = mlir.word(0)
         for i in reversed(range(first, first + _PACKED)):
             code = _rounded(math.fma(sizes[i], inverse, arith.mulf(sizes[i], rest)))
-            word = llvm.intr_fshl(word, _bits(numbers[i]), _i32(1))  # the sign from below
-            word = arith.addi(arith.shli(word, _i32(3)), code)
-        words.append(arith.select(live, arith.subi(word, _i32(_ROUNDS_PACKED)), _i32(0)))
+            word = llvm.intr_fshl(word, _bits(numbers[i]), mlir.word(1))  # the sign from below
+            word = arith.addi(arith.shli(word, mlir.word(3)), code)
+        words.append(arith.select(live, arith.subi(word, mlir.word(_ROUNDS_PACKED)), mlir.word(0)))
     pair = vector.from_elements(ir.VectorType.get((2,), words[0].type), words)
     return vector.bitcast(ir.VectorType.get((8,), ir.IntegerType.get_signless(8)), pair)
 
@@ -137,11 +138,11 @@ def _block_codes(numbers: list[Any], sizes: list[Any], unit: Any, finite: Any) -
 def _rounded(quotient: Any) -> Any:
     """The code plus ``_ROUND_BITS`` of a quotient that is not negative."""
     lines = (
-        math.fma(quotient, _f32(2.0), _f32(_ROUND)),
-        arith.addf(quotient, _f32(_ROUND + 2)),
-        math.fma(quotient, _f32(0.5), _f32(_ROUND + 4)),
+        math.fma(quotient, mlir.number(2.0), mlir.number(_ROUND)),
+        arith.addf(quotient, mlir.number(_ROUND + 2)),
+        math.fma(quotient, mlir.number(0.5), mlir.number(_ROUND + 4)),
     )
-    code = _i32(_ROUND_BITS + 7)
+    code = mlir.word(_ROUND_BITS + 7)
     for line in lines:
         code = arith.minsi(_bits(line), code)
     return code
@@ -153,33 +154,14 @@ def _to_e4m3(x: Any) -> Any:
 
 
 def _from_e4m3(code: Any) -> Any:
-    word, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F16Type.get())
+    word, pair = mlir.word_type(), ir.VectorType.get((2,), ir.F16Type.get())
     both = mgpu_utils.bitcast(llvm.inline_asm(word, [code], "cvt.rn.f16x2.e4m3x2 $0, $1;", "=r,h"), pair)
-    return arith.extf(ir.F32Type.get(), _element(both, 0))
-
-
-def _array(registers: tuple[Any, ...], like: Any) -> Any:
-    target, every = like.layout.to_mgpu(), np.empty(len(registers), dtype=object)
-    every[:] = registers
-    shape = target.registers_shape(like.shape)
-    return fragmented_array.FragmentedArray(_registers=every.reshape(shape), _layout=target, _is_signed=False)
-
-
-def _element(x: Any, i: int) -> Any:
-    return vector.extract(x, dynamic_position=[], static_position=[i])
+    return arith.extf(ir.F32Type.get(), mlir.element(both, 0))
 
 
 def _bits(x: Any) -> Any:
-    return arith.bitcast(ir.IntegerType.get_signless(32), x)
+    return arith.bitcast(mlir.word_type(), x)
 
 
 def _float(bits: Any) -> Any:
     return arith.bitcast(ir.F32Type.get(), bits)
-
-
-def _f32(value: float) -> Any:
-    return mgpu.c(float(np.float32(value)), ir.F32Type.get())
-
-
-def _i32(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))

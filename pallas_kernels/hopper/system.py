@@ -10,12 +10,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, math, memref
 
+from pallas_kernels.hopper import mlir
 from pallas_kernels.hopper.blocked import FACTORS, LEFT, LOG_DECAYS, OF_READS, OF_VALUES, TOTAL, WEIGHTS, Fold, pairs, terms_of
 from pallas_kernels.hopper.products import sum_products
 from pallas_kernels.hopper.tiles import (
@@ -229,13 +229,13 @@ def _substitute(system: Ref, start: Array, interpret: Interpret) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def substitute(context: Any, system: Any, start: Any) -> None:
-        start, last, index = start.registers.item(), _i32(window - 1), ir.IndexType.get()
+        start, last = start.registers.item(), mlir.word(window - 1)
         lane = arith.andi(mgpu_utils.thread_idx(), last)
-        column, age = arith.index_cast(index, lane), arith.andi(arith.subi(lane, start), last)
-        rows = [arith.index_cast(index, arith.andi(arith.addi(start, _i32(i)), last)) for i in range(window)]
+        column, age = mlir.index(lane), arith.andi(arith.subi(lane, start), last)
+        rows = [mlir.index(arith.andi(arith.addi(start, mlir.word(i)), last)) for i in range(window)]
         solved: list[Any] = []
         for i, row in enumerate(rows):
-            own = arith.cmpi(arith.CmpIPredicate.eq, age, _i32(i))
+            own = arith.cmpi(arith.CmpIPredicate.eq, age, mlir.word(i))
             x = arith.uitofp(ir.F32Type.get(), own)
             for known, other in zip(solved, rows, strict=False):
                 x = math.fma(arith.negf(memref.load(system, [row, other])), known, x)
@@ -245,7 +245,3 @@ def _substitute(system: Ref, start: Array, interpret: Interpret) -> None:
             memref.store(x, system, [row, column])
 
     substitute(system, start)
-
-
-def _i32(value: int) -> Any:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))

@@ -7,14 +7,12 @@ from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
+from pallas_kernels.hopper import mlir
 from pallas_kernels.hopper.tiles import COLUMNS, Array, Interpret, Ref, f32
 
 
@@ -40,12 +38,14 @@ def load_rows(ref: Ref, rows: int, heads: int, interpret: Interpret) -> Array:
     def of_warps(context: Any, ref: Any) -> Any:
         block = min(key_dim, 128)
         some = ir.VectorType.get((block // 32,), ir.MemRefType(ref.type).element_type)
-        lane = arith.remui(arith.index_cast(ir.IndexType.get(), mgpu_utils.thread_idx()), _at(32))
-        column, registers = arith.muli(lane, _at(block // 32)), []
+        lane = arith.remui(mlir.index(mgpu_utils.thread_idx()), mlir.position(32))
+        column, registers = arith.muli(lane, mlir.position(block // 32)), []
         for i in range(0, rows, 4):
-            row = [arith.minui(place, _at(n - 1)) for place, n in zip(place_of_row(i, heads), count, strict=True)]
-            registers += [vector.load(some, ref, [*row, arith.addi(column, _at(first))]) for first in range(0, key_dim, block)]
-        return array(registers, layout, shape)
+            row = [arith.minui(place, mlir.position(n - 1)) for place, n in zip(place_of_row(i, heads), count, strict=True)]
+            registers += [
+                vector.load(some, ref, [*row, arith.addi(column, mlir.position(first))]) for first in range(0, key_dim, block)
+            ]
+        return mlir.array(registers, layout, shape)
 
     return of_warps(ref)
 
@@ -61,9 +61,11 @@ def load_column(ref: Ref, rows: int, heads: int, layout: Any, interpret: Interpr
     def of_warps(context: Any, ref: Any) -> Any:
         one, registers = ir.VectorType.get((1,), ir.F32Type.get()), []
         for i in range(0, rows, 4):
-            token, head = (arith.minui(place, _at(n - 1)) for place, n in zip(place_of_row(i, heads), count, strict=True))
+            token, head = (
+                arith.minui(place, mlir.position(n - 1)) for place, n in zip(place_of_row(i, heads), count, strict=True)
+            )
             registers.append(vector.broadcast(one, memref.load(ref, [head, token])))
-        return array(registers, layout, (rows,))
+        return mlir.array(registers, layout, (rows,))
 
     return of_warps(ref)
 
@@ -88,16 +90,18 @@ def store_column(ref: Ref, x: Array, layout: Any, heads: int, interpret: Interpr
     def of_warps(context: Any, ref: Any, x: Any) -> None:
         for i, register in enumerate(x.registers.flat):
             token, head = place_of_row(4 * i, heads)
-            number = vector.extract(register, dynamic_position=[], static_position=[0])
-            memref.store(number, ref, [head, token] + [_at(0)] * (ir.MemRefType(ref.type).rank - 2))
+            number = mlir.element(register, 0)
+            memref.store(number, ref, [head, token] + [mlir.position(0)] * (ir.MemRefType(ref.type).rank - 2))
 
     of_warps(ref, x)
 
 
 def place_of_row(first: int, heads: int) -> tuple[Any, Any]:
     """Token and head of a warp's row among the four from ``first`` on."""
-    row = arith.addi(_warp(), _at(first % heads if heads >= 4 else first))
-    return (_at(first // heads), row) if heads >= 4 else (arith.divui(row, _at(heads)), arith.remui(row, _at(heads)))
+    row = arith.addi(_warp(), mlir.position(first % heads if heads >= 4 else first))
+    if heads >= 4:
+        return mlir.position(first // heads), row
+    return arith.divui(row, mlir.position(heads)), arith.remui(row, mlir.position(heads))
 
 
 def load_columns(column: Ref, interpret: Interpret) -> Array:
@@ -110,28 +114,16 @@ def load_columns(column: Ref, interpret: Interpret) -> Array:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=shape)
     def of_lanes(context: Any, column: Any) -> Any:
         pair = ir.VectorType.get((2,), ir.F32Type.get())
-        lane = arith.remui(arith.index_cast(ir.IndexType.get(), mgpu_utils.thread_idx()), _at(4))
-        first, registers = arith.muli(lane, _at(2)), []
+        lane = arith.remui(mlir.index(mgpu_utils.thread_idx()), mlir.position(4))
+        first, registers = arith.muli(lane, mlir.position(2)), []
         for i in range(0, count, 8):
-            rows = [arith.addi(first, _at(i + j)) for j in range(2)]
-            numbers = [memref.load(column, [row, _at(0)]) for row in rows]
+            rows = [arith.addi(first, mlir.position(i + j)) for j in range(2)]
+            numbers = [memref.load(column, [row, mlir.position(0)]) for row in rows]
             registers.append(vector.from_elements(pair, numbers))
-        return array(registers, COLUMNS, (count,))
+        return mlir.array(registers, COLUMNS, (count,))
 
     return of_lanes(column)
 
 
-def _at(position: int) -> Any:
-    return mgpu.c(position, ir.IndexType.get())
-
-
 def _warp() -> Any:
-    return arith.remui(arith.index_cast(ir.IndexType.get(), mgpu_utils.warp_idx(sync=False)), _at(4))
-
-
-def array(registers: list[Any], layout: Any, shape: tuple[int, ...], is_signed: bool | None = None) -> Any:
-    """A fragmented array of registers in the order of its layout."""
-    target, every = layout.to_mgpu(), np.empty(len(registers), dtype=object)
-    every[:] = registers
-    every = every.reshape(target.registers_shape(shape))
-    return fragmented_array.FragmentedArray(_registers=every, _layout=target, _is_signed=is_signed)
+    return arith.remui(mlir.index(mgpu_utils.warp_idx(sync=False)), mlir.position(4))
