@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import fetch_peers, peers, peers_timing, plots, readouts, turns
+from benchmarks import fetch_peers, peers, peers_timing, plots, readouts, serving, turns
 from benchmarks.peers_timing import Call, figures, percentile, window_mean
 
 SHAPES = {"gdn": ([64, 16], [128, 128]), "mamba2": ([128, 8], [64, 128]), "kda": ([32, 32], [128, 128])}
@@ -206,6 +206,16 @@ def measure_stamped(job, program):
 def test_jobs_apart_are_measured_when_all_are_compiled():
     found = turns.measure_all([Stamped("gdn", 0.0), Stamped("kda", 0.5)], compile_stamped, measure_stamped, 2, apart=True)
     assert max(entry["compiled"] for entry in found) < min(entry["measured"] for entry in found)
+
+
+@pytest.mark.long
+def test_serving_gives_the_same_answers_with_drafts_in_fewer_rounds():
+    plain, drafted = (serving.Subject(serving.Job("demo", "xla", drafts, slots=2, count=3)) for drafts in (0, serving.DRAFTS))
+    assert plain.serve()["answers_sha256"] == drafted.serve()["answers_sha256"]
+    assert plain.rounds()["tokens_per_round"] == 1
+    assert drafted.rounds()["tokens_per_round"] > 1.5
+    with pytest.raises(RuntimeError, match="a slot is full"):
+        list(iter(drafted.rounds, None))
 
 
 def test_time_per_call_leaves_out_what_runs_once():
