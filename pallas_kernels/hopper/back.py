@@ -11,7 +11,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, digits, warps
-from pallas_kernels.hopper.cut import BETA, K_SCALE, LOG_DECAY, Q_SCALE, columns_of, keeps_direction, planes_of, takes_digits
+from pallas_kernels.hopper.cut import (
+    BETA,
+    K_SCALE,
+    LOG_DECAY,
+    Q_SCALE,
+    columns_of,
+    keeps_direction,
+    planes_of,
+    sources_come_late,
+    takes_digits,
+)
 from pallas_kernels.hopper.place import Place
 from pallas_kernels.hopper.records import RING_CHUNK
 from pallas_kernels.hopper.tiles import (
@@ -61,8 +71,8 @@ def take_back(place: Place) -> None:
         _store_planes(place, x, _decay_back(place))
     else:
         x = lax.fori_loop(0, ring.count, record, x)
-        if g.channel_gate:
-            barrier()  # planes lie where the decays were
+        if g.channel_gate or sources_come_late(g):
+            barrier()  # planes lie where keys and decays were
         _store_planes(place, x)
     plgpu.commit_smem()  # the tensor cores read the planes
 

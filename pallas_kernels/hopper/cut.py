@@ -20,7 +20,7 @@ from pallas_kernels.hopper.tiles import (
 
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
-_HALF_KB = 113  # of a multiprocessor's shared memory, for one of two blocks
+_ROOM_KB = (56, 75, 113)  # of a multiprocessor's shared memory, for one of four, three and two blocks
 # Kinds of "numbers", by value head or (scales) by key head, and by token.
 LOG_DECAY, BETA, Q_SCALE, K_SCALE, COPY_SCALE = range(5)
 
@@ -44,7 +44,7 @@ class ReadConfig:
 
 def best_read_config(g: Geometry) -> ReadConfig:
     """As many heads as share a key head (of those with gates or keys of their own two, or one of T > 1 tokens) that leave room
-    for a second warpgroup on a multiprocessor and enough of them to fill the GPU.
+    for other warpgroups on a multiprocessor (one, or for T > 1 tokens up to three) and enough of them to fill the GPU.
 
     Another head is requested ahead where it takes little memory: warpgroups that live side by side hide each other's waiting.
     """
@@ -53,8 +53,11 @@ def best_read_config(g: Geometry) -> ReadConfig:
     most = own if g.group_size == 1 or g.channel_gate else shared
     together = g.value_heads if g.group_size == 1 else g.group_size
     configs = [_with_heads(g, n) for n in (8, 4, 2) if together % n == 0 and n <= min(enough, most)]
-    roomy = [config for config in configs if kilobytes(scratch_of(g, config), reductions=True) <= _HALF_KB]
-    return roomy[0] if roomy else _with_heads(g, 1)
+    for room in _ROOM_KB if g.tokens > 1 else _ROOM_KB[-1:]:
+        roomy = [config for config in configs if kilobytes(scratch_of(g, config), reductions=True) <= room]
+        if roomy:
+            return roomy[0]
+    return _with_heads(g, 1)
 
 
 def _with_heads(g: Geometry, heads: int) -> ReadConfig:
@@ -100,6 +103,11 @@ def reads_codes(g: Geometry) -> bool:
     return g.readout in ("fp8_e4m3", "nvfp4")
 
 
+def sources_come_late(g: Geometry) -> bool:
+    """Whether values take the place of what queries are taken back through: where reading the state takes its time."""
+    return g.tokens > 1 or not reads_codes(g)
+
+
 def takes_digits(g: Geometry) -> bool:
     """Whether the tensor cores multiply integers."""
     return g.tokens == 1 and g.readout == "nvfp4"
@@ -114,52 +122,54 @@ def planes_of(g: Geometry) -> tuple[int, Any]:
     return (2, bf16) if g.readout == "checkpoint" and g.checkpoint_dtype == f32 else (3, bf16)
 
 
-def _arrivals(g: Geometry) -> tuple[int, int]:
-    """Copies of what comes at the start, and of what comes with a value head."""
-    chunks = g.window // RING_CHUNK
-    start = 2 + chunks + (chunks + 1 if g.channel_gate else 1) + 1 + g.delta_rule
-    return start, 2 * reads_codes(g) + chunks + 1
-
-
 def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     s, n, r, key_heads = config.stages, columns_of(g), readers_of(g, config), key_heads_of(g, config)
-    chunks, (start, with_head) = g.window // RING_CHUNK, _arrivals(g)
-    several = planes_per(g, config)
+    chunks, several = g.window // RING_CHUNK, planes_per(g, config)
+    start = 2 + chunks + (chunks + 1 if g.channel_gate else 1) + 1 + g.delta_rule
     scratch = {
         "queries": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
         "token_keys": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
-        "keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype),
         "weights": plgpu.SMEM((config.heads, g.window), f32),
         "numbers": plgpu.SMEM((5, config.heads, g.tokens), f32),
         # records and tokens: of whatever width layout inference tiles it by when ``weigh`` loads it, a multiple of it
         "trace": plgpu.SMEM((several, n, g.window + (DRAFTS if g.tokens > 1 else g.window)), f32),
         "scales": plgpu.SMEM((several, n), f32),
-        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
-        "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
         "start_arrived": plgpu.Barrier(num_arrivals=start),
-        "head_arrived": plgpu.Barrier(num_arrivals=with_head, num_barriers=s),
+        "sources_arrived": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=s),
         **_tile_scratch(g, config),
     }
-    if not reads_codes(g):
+    if reads_codes(g):
+        scratch["head_arrived"] = plgpu.Barrier(num_arrivals=2, num_barriers=s)
+    else:
         scratch["piece_arrived"] = plgpu.Barrier(num_barriers=config.pieces)
-    planes: dict[str, Any] = {}
+    # What queries are taken back through, and in its place what tiles then meet.
+    through = {"keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype)}
+    met = {
+        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
+        "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
+    }
     if takes_digits(g):
         scratch["digits"] = plgpu.SMEM((r, digits.ROWS, g.key_dim), jnp.int8)
     else:
         count, dtype = planes_of(g)
-        planes["planes"] = plgpu.SMEM((several, count * n, g.key_dim), dtype, transforms=swizzled(dtype))
+        met["planes"] = plgpu.SMEM((several, count * n, g.key_dim), dtype, transforms=swizzled(dtype))
+    if g.tokens > 1:
+        met["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
     if g.channel_gate:
         scratch["gates"] = plgpu.SMEM((g.tokens, config.heads, g.key_dim), f32)
-        decays = {"decays": plgpu.SMEM((chunks, config.heads, RING_CHUNK, g.key_dim), f32)}
-        scratch |= one_of(decays | planes) if planes else decays
+        through["decays"] = plgpu.SMEM((chunks, config.heads, RING_CHUNK, g.key_dim), f32)
     else:
-        scratch |= {"decays": plgpu.SMEM((config.heads, g.window), f32), **planes}
+        scratch["decays"] = plgpu.SMEM((config.heads, g.window), f32)
+    if sources_come_late(g):
+        scratch |= one_of({"through": through, "met": met})
+    elif g.channel_gate and "planes" in met:
+        scratch |= one_of({"decays": through.pop("decays"), "planes": met.pop("planes")}) | through | met
+    else:
+        scratch |= through | met
     if keeps_direction(g):
         scratch["dots"] = plgpu.SMEM((g.window,), f32)
     if g.delta_rule:
         scratch["factors"] = plgpu.SMEM((key_heads, g.window), f32)
-    if g.tokens > 1:
-        scratch["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
     return scratch
 
 

@@ -19,7 +19,6 @@ from pallas_kernels.hopper.cut import (
     key_heads_of,
     planes_per,
     readers_of,
-    reads_codes,
 )
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.tiles import (
@@ -90,19 +89,23 @@ class Place:
             plgpu.copy_gmem_to_smem(pool.factor.at[slot, key_heads], s["factors"], arrived)
 
     def request_head(self, head: Array) -> None:
-        """Requests what is read of a value head, its scales, the records' values and the tokens' ones."""
-        g, s, pool, slot, interpret = self.g, self.s, self.pool, self.slot, self.interpret
-        h, stage = self.first_head + head, head % self.config.stages
+        """Requests the codes and scales of a value head."""
+        s, pool, slot, h, stage = self.s, self.pool, self.slot, self.first_head + head, head % self.config.stages
         arrived = s["head_arrived"].at[stage]
-        if reads_codes(g):
-            plgpu.copy_gmem_to_smem(pool.payload.at[slot, h], s["tile"].at[stage], arrived)
-        if g.readout == "fp8_e4m3":
+        plgpu.copy_gmem_to_smem(pool.payload.at[slot, h], s["tile"].at[stage], arrived)
+        if self.g.readout == "fp8_e4m3":
             plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
-        if g.readout == "nvfp4":
+        else:
             plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
+
+    def request_sources(self, head: Array) -> None:
+        """Requests the values of a value head's records and tokens."""
+        g, s, pool, slot = self.g, self.s, self.pool, self.slot
+        h, stage = self.first_head + head, head % self.config.stages
+        arrived = s["sources_arrived"].at[stage]
         for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
             rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, interpret)
+            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, self.interpret)
         plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage, pl.ds(0, g.tokens)], arrived)
 
     def piece(self, head: Array, part: int, first: int) -> Array:

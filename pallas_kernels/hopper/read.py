@@ -34,6 +34,7 @@ from pallas_kernels.hopper.cut import (
     columns_of,
     reads_codes,
     scratch_of,
+    sources_come_late,
     takes_digits,
 )
 from pallas_kernels.hopper.place import Place
@@ -136,23 +137,32 @@ class _Reader(Place):
 
     def run(self) -> None:
         g, config = self.g, self.config
+        first_heads = [jnp.int32(head) for head in range(config.stages)]
         self.request_start()
-        for head in range(config.stages):
-            self.request_head(jnp.int32(head))
-        if not reads_codes(g):
+        if reads_codes(g):
+            for head in first_heads:
+                self.request_head(head)
+        else:
             for piece in range(config.pieces):
                 self.request_piece(jnp.int32(piece))
+        if not sources_come_late(g):
+            for head in first_heads:
+                self.request_sources(head)
         self.store_numbers()
         plgpu.barrier_wait(self.s["start_arrived"])
         barrier()
         self.append()
         take_back(self)
+        if sources_come_late(g):
+            for head in first_heads:
+                self.request_sources(head)
         barrier()
         weights = weigh.weights_of(self, 0) if g.tokens == 1 else None
 
         def one(head: Array, carry: None) -> None:
             stage = head % config.stages
-            plgpu.barrier_wait(self.s["head_arrived"].at[stage])
+            if reads_codes(g):
+                plgpu.barrier_wait(self.s["head_arrived"].at[stage])
             if g.tokens == 1:
                 self.answer_one(head, stage, weights)
             else:
@@ -161,7 +171,9 @@ class _Reader(Place):
             @pl.when(head + config.stages < config.heads)
             def _():
                 self.all_have_read()
-                self.request_head(head + config.stages)
+                if reads_codes(g):
+                    self.request_head(head + config.stages)
+                self.request_sources(head + config.stages)
 
         lax.fori_loop(0, config.heads, one, None)
         if g.tokens > 1:
@@ -203,6 +215,8 @@ class _Reader(Place):
                 answers = digits.multiply(codes, scales, x, unit, self.recorded >> 31, self.interpret)
             else:
                 answers = self.of_head(self.read_tile(head, stage, part), head)
+            if part == 0:
+                plgpu.barrier_wait(s["sources_arrived"].at[stage])
             if weights is not None:
                 zeros = plgpu.layout_cast(jnp.zeros(answers.shape, f32), MMA_SUM)
                 sources = weigh.live_records(self, s["updates"].at[stage, :, values])
@@ -226,6 +240,8 @@ class _Reader(Place):
         weights = weigh.weights_of(self, head)
         for part in range(g.tiles):
             values, answers = pl.ds(part * TILE_ROWS, TILE_ROWS), self.read_tile(head, stage, part)
+            if part == 0:
+                plgpu.barrier_wait(s["sources_arrived"].at[stage])
             updates, of_tokens = s["updates"].at[stage, :, values], s["values"].at[stage, :, values]
             if weights is not None:
                 sources = [*weigh.live_records(self, updates), weigh.live_tokens(self, of_tokens)]

@@ -31,7 +31,8 @@ def one_of(buffers: dict[str, Any]) -> dict[str, Any]:
     if len(buffers) == 1:
         return buffers
     groups = {"+".join(x) if isinstance(x, dict) else name: x for name, x in buffers.items()}
-    return {"|".join(groups): plgpu.RefUnion(*(list(x.values()) if isinstance(x, dict) else x for x in groups.values()))}
+    together = (list(x.values()) if isinstance(x, dict) else [x] for x in groups.values())
+    return {"|".join(groups): plgpu.RefUnion(*(x if len(x) > 1 else x[0] for x in together))}
 
 
 def named(scratch: dict[str, Any]) -> dict[str, Any]:
