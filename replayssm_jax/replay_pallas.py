@@ -47,13 +47,18 @@ def verify(
     """Folds due rows, answers T drafts, appends their records. The pointer is left to the caller. See ``replay.verify``."""
     geometry = _geometry(state, tokens)
     rows, refs = _rows(state, slots, lengths), _refs(state)
-    if geometry.folds_apart:
+    operands = _tokens(state, tokens)
+    if geometry.answers_folded:
+        answers = jax.new_ref(read(rows, operands, _pool(refs), geometry, interpret=interpret))
+        _refresh(state, rows, refs, geometry, True, interpret, operands, answers)
+        out = jax.freeze(answers)
+    elif geometry.folds_apart:
         _refresh(state, rows, refs, geometry, True, interpret)
         refs = _with_block_scales(refs, block_scale_rows(geometry))
-        out = read(rows, _tokens(state, tokens), _pool(refs), geometry, interpret=interpret)
+        out = read(rows, operands, _pool(refs), geometry, interpret=interpret)
     else:
         kernel = hopper.step if geometry.tokens == 1 else hopper.verify
-        out = kernel(rows, _tokens(state, tokens), _pool(refs), geometry, interpret=interpret)
+        out = kernel(rows, operands, _pool(refs), geometry, interpret=interpret)
     return _frozen(state, refs), out
 
 
@@ -137,10 +142,17 @@ def _pool(refs: _Refs) -> hopper.Pool:
 
 
 def _refresh(
-    state: ReplayState, rows: hopper.Rows, refs: _Refs, geometry: hopper.Geometry, due_only: bool, interpret: hopper.Interpret
+    state: ReplayState,
+    rows: hopper.Rows,
+    refs: _Refs,
+    geometry: hopper.Geometry,
+    due_only: bool,
+    interpret: hopper.Interpret,
+    tokens: hopper.Tokens | None = None,
+    out: Any = None,
 ) -> None:
     first_head = jnp.zeros(1, jnp.int32) if state.first_head is None else jnp.reshape(state.first_head, 1).astype(jnp.int32)
-    refresh(rows, _pool(refs), geometry, state.pointer.request, first_head, due_only, interpret)
+    refresh(rows, _pool(refs), geometry, state.pointer.request, first_head, due_only, tokens, out, interpret)
 
 
 def _with_block_scales(refs: _Refs, dims: tuple[int, ...]) -> _Refs:

@@ -33,6 +33,7 @@ CASES = (
     _case("mamba2-8-heads", (8, 1), False, "head", "nvfp4", dims=(64, 128), activations="bfloat16", factors=True),
     _case("kda-2-key-heads", (2, 2), True, "channel", "nvfp4", activations="bfloat16", factors=True),
     _case("gdn-2-heads-3-raw", (2, 1), True, "head", "checkpoint", 3, records="raw", activations="bfloat16", factors=True),
+    _case("kda-2-raw", (1, 1), True, "channel", "checkpoint", 2, records="raw", activations="bfloat16", factors=True),
     _case("mamba2-chance", (1, 1), False, "head", "checkpoint", checkpoint="bfloat16", rounding="stochastic"),
 )
 

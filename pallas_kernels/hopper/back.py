@@ -67,7 +67,9 @@ def take_back(place: Place) -> None:
         return _back(place, x, key, jnp.exp(decay), beta, factor, row)
 
     x = lax.fori_loop(0, g.tokens, token, x) if g.tokens > 1 else token(0, x)
-    if keeps_direction(g):
+    if place.folded:
+        _store_planes(place, x)
+    elif keeps_direction(g):
         _store_planes(place, x, _decay_back(place))
     else:
         x = lax.fori_loop(0, ring.count, record, x)

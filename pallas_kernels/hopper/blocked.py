@@ -64,7 +64,7 @@ class Fold:
     total: Ref  # channel gate: what is left of the checkpoint, [K] float32
     system: Ref  # A and its inverse, [L, L] float32
     inverse: Ref  # diag(F) (I + A)^-1 as terms, one below the other: [3 L, L] bfloat16
-    numbers: Ref  # [8, 64] float32
+    numbers: Ref  # [8, 32 or 64] float32
     g: Geometry
     interpret: Interpret
 
@@ -80,7 +80,8 @@ def takes_keys(g: Geometry) -> bool:
 def scratch(g: Geometry) -> dict[str, Any]:
     """Shared memory of a value head."""
     plane = plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16, _RECORDS))
-    numbers = {"numbers": plgpu.SMEM((8, TILE_ROWS), f32)}
+    width = TILE_ROWS if g.readout in ("fp8_e4m3", "nvfp4") else 32  # a copy to a row wants it to begin at 128 bytes
+    numbers = {"numbers": plgpu.SMEM((8, width), f32)}
     if g.delta_rule:
         inverse = plgpu.SMEM((_TERMS * g.window, g.window), bf16, transforms=swizzled(bf16, _RECORDS))
         numbers |= one_of({"system": plgpu.SMEM((g.window, g.window), f32), "inverse": inverse})

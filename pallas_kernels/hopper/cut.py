@@ -21,8 +21,8 @@ from pallas_kernels.hopper.tiles import (
 f16 = jnp.float16
 _MULTIPROCESSORS = 132
 _ROOM_KB = (56, 75, 113)  # of a multiprocessor's shared memory, for one of four, three and two blocks
-# Kinds of "numbers", by value head or (scales) by key head, and by token.
-LOG_DECAY, BETA, Q_SCALE, K_SCALE, COPY_SCALE = range(5)
+# Kinds of "numbers", by value head or (scales) by key head, and by token; factors of planes by plane and column.
+LOG_DECAY, BETA, Q_SCALE, K_SCALE, COPY_SCALE, PLANE_FACTORS = range(6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,11 @@ def best_read_config(g: Geometry) -> ReadConfig:
 
 def _with_heads(g: Geometry, heads: int) -> ReadConfig:
     if not reads_codes(g):
-        return ReadConfig(heads, columns=64 if g.tokens == 1 else 32)
+        # a third piece is worth more than more heads that share a key head, as measured; without the delta rule it is not
+        whole = g.readout == "checkpoint" and g.checkpoint_dtype == f32
+        return ReadConfig(
+            heads, pieces=3 if g.tokens > 1 and g.delta_rule and whole else 2, columns=64 if g.tokens == 1 else 32
+        )
     codes = g.value_dim * g.key_dim // (2 if g.readout == "nvfp4" else 1)
     return ReadConfig(heads, stages=2 if g.tokens == 1 and heads > 2 and codes <= 8192 else 1)
 
@@ -123,17 +127,12 @@ def planes_of(g: Geometry) -> tuple[int, Any]:
 
 
 def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
-    s, n, r, key_heads = config.stages, columns_of(g), readers_of(g, config), key_heads_of(g, config)
-    chunks, several = g.window // RING_CHUNK, planes_per(g, config)
+    """Shared memory of a warpgroup of ``read``."""
+    s, key_heads, chunks = config.stages, key_heads_of(g, config), g.window // RING_CHUNK
     start = 2 + chunks + (chunks + 1 if g.channel_gate else 1) + 1 + g.delta_rule
     scratch = {
-        "queries": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
-        "token_keys": plgpu.SMEM((g.tokens, key_heads, g.key_dim), g.record_dtype),
+        **_of_tokens(g, config),
         "weights": plgpu.SMEM((config.heads, g.window), f32),
-        "numbers": plgpu.SMEM((5, config.heads, g.tokens), f32),
-        # records and tokens: of whatever width layout inference tiles it by when ``weigh`` loads it, a multiple of it
-        "trace": plgpu.SMEM((several, n, g.window + (DRAFTS if g.tokens > 1 else g.window)), f32),
-        "scales": plgpu.SMEM((several, n), f32),
         "start_arrived": plgpu.Barrier(num_arrivals=start),
         "sources_arrived": plgpu.Barrier(num_arrivals=chunks + 1, num_barriers=s),
         **_tile_scratch(g, config),
@@ -144,19 +143,10 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
         scratch["piece_arrived"] = plgpu.Barrier(num_barriers=config.pieces)
     # What queries are taken back through, and in its place what tiles then meet.
     through = {"keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype)}
-    met = {
-        "updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype),
-        "values": plgpu.SMEM((s, DRAFTS if g.tokens > 1 else 1, g.value_dim), g.record_dtype),
-    }
+    met = {"updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype), **_met(g, config)}
     if takes_digits(g):
-        scratch["digits"] = plgpu.SMEM((r, digits.ROWS, g.key_dim), jnp.int8)
-    else:
-        count, dtype = planes_of(g)
-        met["planes"] = plgpu.SMEM((several, count * n, g.key_dim), dtype, transforms=swizzled(dtype))
-    if g.tokens > 1:
-        met["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
+        scratch["digits"] = plgpu.SMEM((readers_of(g, config), digits.ROWS, g.key_dim), jnp.int8)
     if g.channel_gate:
-        scratch["gates"] = plgpu.SMEM((g.tokens, config.heads, g.key_dim), f32)
         through["decays"] = plgpu.SMEM((chunks, config.heads, RING_CHUNK, g.key_dim), f32)
     else:
         scratch["decays"] = plgpu.SMEM((config.heads, g.window), f32)
@@ -171,6 +161,39 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     if g.delta_rule:
         scratch["factors"] = plgpu.SMEM((key_heads, g.window), f32)
     return scratch
+
+
+def answering_scratch(g: Geometry) -> dict[str, Any]:
+    """Shared memory with which a head is answered whose records have just been folded, and whose tiles are at hand."""
+    config = ReadConfig(heads=1)
+    arrived = plgpu.Barrier(num_arrivals=3 + g.channel_gate)
+    return {**_of_tokens(g, config), **_met(g, config, many=True), "start_arrived": arrived}
+
+
+def _of_tokens(g: Geometry, config: ReadConfig) -> dict[str, Any]:
+    """What is known of tokens: queries, keys, numbers, and what becomes of them: weights of sources and factors of planes."""
+    n, key_heads, several = columns_of(g), key_heads_of(g, config), planes_per(g, config)
+    gates = {"gates": plgpu.SMEM((g.tokens, config.heads, g.key_dim), f32)} if g.channel_gate else {}
+    return {
+        "vectors": plgpu.SMEM((2, g.tokens, key_heads, g.key_dim), g.record_dtype),
+        "numbers": plgpu.SMEM((6, max(config.heads, several), max(g.tokens, n)), f32),
+        # records and tokens: of whatever width layout inference tiles it by when ``weigh`` loads it, a multiple of it
+        "trace": plgpu.SMEM((several, n, g.window + (DRAFTS if g.tokens > 1 else g.window)), f32),
+        **gates,
+    }
+
+
+def _met(g: Geometry, config: ReadConfig, many: bool | None = None) -> dict[str, Any]:
+    """Tokens' values, planes and, with ``many`` columns of answers, what these go out from."""
+    many, n = g.tokens > 1 if many is None else many, columns_of(g)
+    met = {"values": plgpu.SMEM((config.stages, DRAFTS if many else 1, g.value_dim), g.record_dtype)}
+    if not takes_digits(g):
+        count, dtype = planes_of(g)
+        planes = (planes_per(g, config), count * n, g.key_dim)
+        met["planes"] = plgpu.SMEM(planes, dtype, transforms=swizzled(dtype))
+    if many:
+        met["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
+    return met
 
 
 def _tile_scratch(g: Geometry, config: ReadConfig) -> dict[str, Any]:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import blocked, copies, records
+from pallas_kernels.hopper.answers import Folded
 from pallas_kernels.hopper.blocked import Fold
+from pallas_kernels.hopper.cut import ReadConfig, answering_scratch
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
-from pallas_kernels.hopper.shared import kilobytes, swizzled
-from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Pool, Ref, Rows
+from pallas_kernels.hopper.shared import kilobytes, named, swizzled
+from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Pool, Ref, Rows, Tokens
 
 _HALF_KB = 113  # of shared memory, for each of two blocks on a multiprocessor
 
@@ -22,6 +24,8 @@ class Call:
 
     rows: Rows
     pool: Pool
+    tokens: Tokens | None
+    out: Ref | None
     streams: Ref
     first_head: Ref
     g: Geometry
@@ -31,6 +35,7 @@ class Call:
 class Head(NamedTuple):
     """A value head of a slot whose records are to be folded."""
 
+    row: Array
     slot: Array
     h: Array
     length: Array  # committed records
@@ -39,7 +44,7 @@ class Head(NamedTuple):
     @staticmethod
     def of(call: Call, row: Array, h: Array) -> "Head":
         slot = call.rows.slots[row]
-        return Head(slot, h, call.rows.length[slot], call.rows.origin[slot])
+        return Head(row, slot, h, call.rows.length[slot], call.rows.origin[slot])
 
     @property
     def position(self) -> Array:
@@ -66,10 +71,37 @@ class Buffers:
     inverse: Ref = None
     codes: Ref = None
     block_scales: Ref = None
+    answering: dict[str, Ref] | None = None
+
+    @staticmethod
+    def of(scratch: dict[str, Any]) -> "Buffers":
+        buffers = named(scratch)
+        answering = buffers.pop("answering", None)
+        return Buffers(**buffers, answering=answering and named(answering))
 
     @property
     def held(self) -> int:
         return self.tiles.shape[0]
+
+    def answers(self, call: Call, head: Head) -> Folded | None:
+        """The head's answers to the row's tokens, if there are any."""
+        if self.answering is None:
+            return None
+        return Folded(
+            call.rows,
+            call.tokens,
+            call.pool,
+            call.out,
+            call.g,
+            ReadConfig(heads=1),
+            call.interpret,
+            self.answering,
+            head.row,
+            head.h,
+            head.slot,
+            call.rows.lengths[head.row],
+            folded=True,
+        )
 
     def ring(self, head: Head, g: Geometry) -> Ring:
         weights, _, log_decays = (self.numbers.at[n, pl.ds(0, g.window)] for n in range(3))
@@ -93,9 +125,9 @@ class Buffers:
         )
 
 
-def scratch_of(g: Geometry, held: int | None = None) -> dict[str, Any]:
+def scratch_of(g: Geometry, answers: bool, held: int | None = None) -> dict[str, Any]:
     """Shared memory of a block, for ``held`` tiles at a time."""
-    held = _held(g) if held is None else held
+    held = _held(g, answers) if held is None else held
     dtype, chunks = jnp.dtype("uint16" if g.halved else g.checkpoint_dtype), g.window // RING_CHUNK
     tile = (2, TILE_ROWS, g.key_dim) if g.halved else (TILE_ROWS, g.key_dim)
     return {
@@ -106,22 +138,24 @@ def scratch_of(g: Geometry, held: int | None = None) -> dict[str, Any]:
         "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
         "tile_arrived": plgpu.Barrier(num_arrivals=1 + g.halved, num_barriers=held),
         "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
+        **({"answering": answering_scratch(g)} if answers else {}),
     }
 
 
 def side_by_side(g: Geometry) -> int:
-    """Blocks for whose registers a multiprocessor has room."""
-    return 2 if g.channel_gate else 3 + (not g.delta_rule)
+    """Blocks for whose registers a multiprocessor has room, as compiled for Hopper."""
+    return 3 if g.channel_gate or (g.delta_rule and g.answers_folded and g.tokens == 1) else 4
 
 
-def _held(g: Geometry) -> int:
-    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that leaves room for another block."""
-    return g.tiles if g.readout == "nvfp4" or shared_kb(g, g.tiles) <= _HALF_KB else 1
+def _held(g: Geometry, answers: bool) -> int:
+    """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that costs no other block its room."""
+    fits = [228 // (shared_kb(g, answers, held) + 1) for held in (1, g.tiles)]
+    return g.tiles if g.readout == "nvfp4" or min(fits[0], side_by_side(g)) <= fits[1] else 1
 
 
-def shared_kb(g: Geometry, held: int | None = None) -> int:
+def shared_kb(g: Geometry, answers: bool, held: int | None = None) -> int:
     """Shared memory of a block in KB."""
-    return kilobytes(scratch_of(g, held), reductions=False)
+    return kilobytes(scratch_of(g, answers, held), reductions=False)
 
 
 def request_head(call: Call, buffers: Buffers, head: Head) -> None:

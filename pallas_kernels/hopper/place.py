@@ -14,8 +14,10 @@ from pallas_kernels.hopper.cut import (
     COPY_SCALE,
     K_SCALE,
     LOG_DECAY,
+    PLANE_FACTORS,
     Q_SCALE,
     ReadConfig,
+    columns_of,
     key_heads_of,
     planes_per,
     readers_of,
@@ -51,18 +53,20 @@ class Place:
     first_head: Array
     slot: Array
     length: Array
+    folded: bool = False  # whether the row's records have become part of the state
 
     def __post_init__(self) -> None:
-        g, s = self.g, self.s
-        self.key_head, self.key_heads = self.first_head // g.group_size, key_heads_of(g, self.config)
-        recorded, start = self.rows.length[self.slot], self.rows.origin[self.slot] & (g.window - 1)
-        due = recorded + 2 * g.max_draft > g.window
-        self.recorded = recorded
-        self.ring = Ring(
-            s["keys"], [], s["updates"], s["decays"], None, s["weights"], start, jnp.where(due, 0, recorded), g.window
-        )
-        self.readers, self.layout = readers_of(g, self.config), warps.columns_layout(g.key_dim)
+        g, numbers = self.g, self.s["numbers"].at
         self.planes = planes_per(g, self.config)
+        factors = numbers[PLANE_FACTORS, pl.ds(0, self.planes), pl.ds(0, columns_of(g))]
+        vectors = {name: self.s["vectors"].at[i] for i, name in enumerate(("queries", "token_keys"))}
+        self.s = s = self.s | vectors | {"scales": factors}
+        self.key_head, self.key_heads = self.first_head // g.group_size, key_heads_of(g, self.config)
+        self.recorded, start = self.rows.length[self.slot], self.rows.origin[self.slot] & (g.window - 1)
+        count = jnp.where(self.recorded + 2 * g.max_draft > g.window, 0, self.recorded)
+        keys, updates, decays, weights = (s.get(name) for name in ("keys", "updates", "decays", "weights"))
+        self.ring = Ring(keys, [], updates, decays, None, weights, start, count, g.window)
+        self.readers, self.layout = readers_of(g, self.config), warps.columns_layout(g.key_dim)
 
     def all_have_read(self) -> None:
         """Before a copy overwrites what has been read. A read needs no fence; interpret mode's detector of races wants one."""

@@ -25,23 +25,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import decode, digits, weigh
+from pallas_kernels.hopper.answers import Answers, terms_of
 from pallas_kernels.hopper.back import take_back
 from pallas_kernels.hopper.compiler import compiler_params
 from pallas_kernels.hopper.cut import (
     COPY_SCALE,
     ReadConfig,
     best_read_config,
-    columns_of,
     reads_codes,
     scratch_of,
     sources_come_late,
     takes_digits,
 )
-from pallas_kernels.hopper.place import Place
-from pallas_kernels.hopper.products import Product, sum_products
+from pallas_kernels.hopper.products import Product
 from pallas_kernels.hopper.shared import named
 from pallas_kernels.hopper.tiles import (
-    COLUMNS,
     MMA_SUM,
     STATE,
     SWIZZLED,
@@ -57,11 +55,9 @@ from pallas_kernels.hopper.tiles import (
     along,
     barrier,
     bf16,
-    column,
     f32,
     iota,
     load,
-    split,
     store,
 )
 
@@ -85,7 +81,8 @@ def read(
         interpret: parameters of interpret mode, None on a GPU.
 
     Returns:
-        [B, T, H, V] geometry.value_dtype, zero past each row's length.
+        [B, T, H, V] geometry.value_dtype, zero past each row's length; where ``refresh`` answers what it folds, due rows are
+        left to it.
     """
     g, config = geometry, config or best_read_config(geometry)
     operands, structure = jax.tree.flatten((rows, tokens, pool))
@@ -115,8 +112,9 @@ def _row(
     first_head, b = (index % groups) * config.heads, index // groups
     slot, length = rows.slots[b], rows.lengths[b]
     live = (slot >= 0) & (slot < g.slots) & (length > 0)
+    due = live & (rows.length[jnp.where(live, slot, 0)] + 2 * g.max_draft > g.window) & g.answers_folded
 
-    @pl.when(live)
+    @pl.when(live & ~due)
     def _():
         _Reader(rows, tokens, pool, out, g, config, interpret, s, b, first_head, slot, length).run()
 
@@ -132,7 +130,7 @@ def _row(
         lax.fori_loop(0, config.heads * g.tiles, one, None)
 
 
-class _Reader(Place):
+class _Reader(Answers):
     """Answers a live row."""
 
     def run(self) -> None:
@@ -186,15 +184,10 @@ class _Reader(Place):
         g, s, values = self.g, self.s, pl.ds(part * TILE_ROWS, TILE_ROWS)
         own = 0 if g.tokens == 1 else head
         planes = s["planes"].at[own]
-        if reads_codes(g):
-            products = self.products_of_codes(stage, values, planes)
-        else:
-            products = self.products_of_pieces(head, part, planes)
-        both = sum_products(products, planes.shape[0], self.interpret)
-        n = columns_of(g)
-        parts = [both[:, i : i + n] for i in range(0, planes.shape[0], n)]
-        answers = sum(parts[1:], parts[0])
-        answers = answers * along(load(s["scales"].at[own], COLUMNS), answers.shape, 1)
+        products = (
+            self.products_of_codes(stage, values, planes) if reads_codes(g) else self.products_of_pieces(head, part, planes)
+        )
+        answers = self.sum_products(products, own)
         if g.readout == "nvfp4":
             answers = answers * s["numbers"][COPY_SCALE, head, 0]
         if g.readout == "fp8_e4m3":
@@ -249,24 +242,8 @@ class _Reader(Place):
                 answers = plgpu.layout_cast(answers, STATE)
             else:
                 answers = weigh.add_one_by_one(self, answers, updates, of_tokens, head)
-            outputs = jnp.where(iota(answers.shape, 1, STATE) < self.length, answers, 0.0)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            barrier()
-            if jnp.dtype(g.value_dtype).itemsize == 2:
-                store(s["answers"].T, outputs.astype(g.value_dtype))
-            else:  # what transposes on its way to shared memory takes 16 bits
-                for i in range(g.tokens):
-                    store(s["answers"].at[i], column(outputs, i))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(s["answers"].at[pl.ds(0, g.tokens)], self.out.at[self.b, :, h, values])
-
-        def record(i: Array, carry: None) -> None:
-            row = self.ring.row(self.recorded + i)
-            for part in range(g.tiles):
-                values = pl.ds(part * TILE_ROWS, TILE_ROWS)
-                store(self.pool.update.at[self.slot, h, row, values], load(s["values"].at[stage, i, values], VALUES))
-
-        lax.fori_loop(0, self.length, record, None)
+            self.store_answers(answers, h, values)
+        self.record_values(h, stage)
 
     # The state.
 
@@ -294,8 +271,7 @@ class _Reader(Place):
                     state = lax.bitcast_convert_type(s["tile"].at[stage, :, own][...], bf16)
                 else:
                     state = load(s["numbers_of_tile" if "numbers_of_tile" in s else "tile"].at[stage, :, own], STATE)
-                terms = split(state) if state.dtype == f32 else [state]
-                yield [(term, planes, of_planes) for term in terms]
+                yield [(term, planes, of_planes) for term in terms_of(state)]
             self.all_have_read()
             self.request_piece(piece + self.config.pieces)
 

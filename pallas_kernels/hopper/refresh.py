@@ -4,12 +4,13 @@
 
 as ``blocked`` does it for all of a window's at once; then one rounding to the checkpoint's dtype, and the copy of that. Without
 the delta rule u = weight_j v_j. The heads of the rows whose turn it is are dealt out to all blocks: few rows keep the whole GPU
-busy, and none cost the start of the blocks.
+busy, and none cost the start of the blocks. Where ordinary rows read the checkpoint, the same block answers the row's tokens.
 """
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -17,9 +18,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import blocked, copies, due, heads, system
 from pallas_kernels.hopper.blocked import SCALES
-from pallas_kernels.hopper.compiler import compiler_params
+from pallas_kernels.hopper.compiler import compiler_params, recompute_in_loop
 from pallas_kernels.hopper.heads import Buffers, Call, Head
-from pallas_kernels.hopper.shared import named
 from pallas_kernels.hopper.tiles import (
     STATE,
     SWIZZLED,
@@ -29,6 +29,7 @@ from pallas_kernels.hopper.tiles import (
     Pool,
     Ref,
     Rows,
+    Tokens,
     barrier,
     bf16,
     f32,
@@ -48,28 +49,34 @@ def refresh(
     request: Array,
     first_head: Array,
     due_only: bool,
+    tokens: Tokens | None = None,
+    out: Ref | None = None,
     interpret: Interpret = None,
 ) -> None:
     """Folds the records of rows whose length is not 0; the pool is updated in place, the pointer is left to the caller.
 
+    With tokens, the rows that are folded get them answered and recorded as well, from the tiles at hand.
+
     Args:
         rows: slots, lengths (0: leave the row alone) and pointers.
-        pool: references to the state; rings are only read.
-        geometry: sizes of the call; tokens and value_dtype are not used.
+        pool: references to the state; of rings only the tokens' rows are written.
+        geometry: sizes of the call; without tokens these and value_dtype are not used.
         request: ids that stochastic rounding is keyed by. [N] int32
         first_head: number of the pool's first value head. [1] int32
         due_only: whether to leave rows alone whose window still takes two verifies' drafts.
+        tokens: T tokens of the rows, 1 to 16.
+        out: reference to their outputs, of which other rows are left alone. [B, T, H, V] geometry.value_dtype
         interpret: parameters of interpret mode, None on a GPU.
     """
-    g = geometry
-    present = [name for name, ref in zip(Pool._fields, pool, strict=True) if ref is not None]
-    blocks = min(_MULTIPROCESSORS * min(heads.side_by_side(g), 228 // (heads.shared_kb(g) + 1)), g.rows * g.value_heads)
+    g, answers = geometry, tokens is not None
+    blocks = _MULTIPROCESSORS * min(heads.side_by_side(g), 228 // (heads.shared_kb(g, answers) + 1))
+    blocks = min(blocks, g.rows * g.value_heads)
     more_than = max(0, g.window - 2 * g.max_draft) if due_only else 0
+    operands, structure = jax.tree.flatten((rows, pool, tokens, out, copies.request_streams(g, request), first_head))
 
     def replay_refresh(*refs: Ref, **scratch: Ref) -> None:
-        streams, first_head, *own = refs[4:]
-        call = Call(Rows(*refs[:4]), Pool(**dict(zip(present, own, strict=True))), streams, first_head, g, interpret)
-        block, buffers = lax.axis_index("block"), Buffers(**named(scratch))
+        call = Call(*(*jax.tree.unflatten(structure, refs), g, interpret))
+        block, buffers = lax.axis_index("block"), Buffers.of(scratch)
 
         def some_rows(i: Array, before: Array) -> Array:
             first = i * due.ROWS_AT_ONCE
@@ -83,6 +90,8 @@ def refresh(
                 return Head.of(call, first + due.nth_row(words, item // g.value_heads, interpret), item % g.value_heads)
 
             def one(i: Array, numbers: tuple[Array, ...]) -> tuple[Array, ...]:
+                if interpret is None:
+                    recompute_in_loop()
                 following = find(jnp.minimum(i + 1, served - 1))
                 _refresh_head(call, buffers, Head(*numbers), following, i + 1 < served)
                 return tuple(following)
@@ -104,10 +113,10 @@ def refresh(
         replay_refresh,
         grid=(blocks,),
         grid_names=("block",),
-        scratch_types=heads.scratch_of(g),
+        scratch_types=heads.scratch_of(g, answers),
         compiler_params=compiler_params(scalar_reductions=False),
         interpret=interpret,
-    )(*rows, copies.request_streams(g, request), first_head, *(getattr(pool, name) for name in present))
+    )(*operands)
 
 
 def refresh_unsupported(geometry: Geometry) -> str | None:
@@ -119,7 +128,7 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
         return f"key_dim={g.key_dim}: refresh takes multiples of 32 up to 256"
     if g.value_dim % 8:
         return f"value_dim={g.value_dim}: refresh takes multiples of 8"
-    if (needed := heads.shared_kb(g)) > _SHARED_KB:
+    if (needed := heads.shared_kb(g, g.answers_folded)) > _SHARED_KB:
         return (
             f"a head of {g.value_dim} x {g.key_dim} needs {needed} KB of shared memory of {_SHARED_KB} for "
             f"readout={g.readout!r} and window={g.window}: {_smaller(g)}"
@@ -136,7 +145,7 @@ def _smaller(g: Geometry) -> str:
         "bfloat16 records": {"record_dtype": bf16},
     }
     others = {name: dataclasses.replace(g, **change) for name, change in changes.items()}
-    fitting = [name for name, other in others.items() if heads.shared_kb(other) <= _SHARED_KB]
+    fitting = [name for name, other in others.items() if heads.shared_kb(other, other.answers_folded) <= _SHARED_KB]
     return f"{' or '.join(fitting)} would do" if fitting else "smaller heads would do"
 
 
@@ -146,19 +155,26 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
     Everything it needs has been requested before; what it has done with it requests for the head that follows, if there is one.
     """
     g, held, whole_codes = call.g, buffers.held, call.g.readout in ("bf16", "fp8_e4m3")
-    fold = buffers.fold(head, g, call.interpret)
+    fold, answers = buffers.fold(head, g, call.interpret), buffers.answers(call, head)
+    copies_of_tile = 1 + whole_codes + g.halved
 
     def request_head() -> None:
         @pl.when(more)
         def _() -> None:
             heads.request_head(call, buffers, following)
 
+    if answers is not None:
+        answers.request()
     plgpu.barrier_wait(buffers.head_arrived)
     system.prepare(fold)
     if not blocked.takes_keys(g):
         request_head()
+    if answers is not None:
+        answers.prepare()
 
     def one_tile(t: Any, seen: Array) -> Array:
+        if call.interpret is None:
+            recompute_in_loop()
         i = t if held == g.tiles else 0
         plgpu.barrier_wait(buffers.updates_arrived)
         values = blocked.values_of(fold)
@@ -182,6 +198,8 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
 
         seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
         _store_tile(call, buffers, head, t, i, codes, seen)
+        if answers is not None:
+            answers.answer(tile, t, in_flight=copies_of_tile)
         if held < g.tiles:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.commit_smem()
@@ -198,7 +216,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
     if g.readout == "nvfp4":
         _copy_nvfp4(call, buffers, head, seen)
     for i in range(held):
-        plgpu.wait_smem_to_gmem((held - 1 - i) * (1 + whole_codes + g.halved), wait_read_only=True)
+        plgpu.wait_smem_to_gmem((held - 1 - i) * (copies_of_tile + (answers is not None)), wait_read_only=True)
         plgpu.commit_smem()
 
         @pl.when(more)

@@ -132,6 +132,11 @@ class Geometry:
         return self.raw or self.readout != "checkpoint" or self.rounding != "nearest"
 
     @property
+    def answers_folded(self) -> bool:
+        """Whether ``refresh`` also answers the rows that it folds: where a checkpoint is what is read."""
+        return self.folds_apart and self.readout == "checkpoint"
+
+    @property
     def halved(self) -> bool:
         """Whether a checkpoint lies in two planes of 16 bits, of which the upper is read as a copy would be."""
         return self.readout == "bf16_plane"

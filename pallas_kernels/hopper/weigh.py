@@ -35,16 +35,26 @@ def weights_of(place: Place, head: Any) -> tuple[Array, Array] | None:
     Of a head, or of all of them with T = 1. Dead records and tokens that a query does not see have 0. [L or L + 16, N]
     """
     g = place.g
-    if g.record_dtype != bf16:
-        return None
-    count, by_source = g.window + (DRAFTS if g.tokens > 1 else 0), MMA_RIGHT.reduce(1)
-    shape = (count, columns_of(g))
-    weights = load(place.s["trace"].at[head, :, pl.ds(0, count)].T, MMA_RIGHT)
-    source = iota((count,), 0, by_source)
+    count = g.window + (DRAFTS if g.tokens > 1 else 0)
+    source, columns = iota((count,), 0, MMA_RIGHT.reduce(1)), columns_of(g)
     live = ((source - place.ring.start) & (g.window - 1)) < place.ring.count
-    first_seen = jnp.where(live, 0, shape[1])  # a column sees a record or not, and of tokens those up to its own
+    first_seen = jnp.where(live, 0, columns)  # a column sees a record or not, and of tokens those up to its own
     if g.tokens > 1:
         first_seen = jnp.where(source < g.window, first_seen, source - g.window)
+    return _weights(place, head, pl.ds(0, count), first_seen)
+
+
+def weights_of_tokens(place: Place) -> tuple[Array, Array] | None:
+    """``weights_of`` tokens alone, of the only head. [16, N]"""
+    return _weights(place, 0, pl.ds(place.g.window, DRAFTS), iota((DRAFTS,), 0, MMA_RIGHT.reduce(1)))
+
+
+def _weights(place: Place, head: Any, sources: Any, first_seen: Array) -> tuple[Array, Array] | None:
+    """Weights of sources, each for the columns from ``first_seen`` on."""
+    if place.g.record_dtype != bf16:
+        return None
+    shape = (sources.size, columns_of(place.g))
+    weights = load(place.s["trace"].at[head, :, sources].T, MMA_RIGHT)
     seen = along(first_seen, shape, 0) <= along(iota(shape[1:], 0, MMA_RIGHT.reduce(0)), shape, 1)
     return split(jnp.where(seen, weights, 0.0), nearest=True)
 
@@ -89,20 +99,28 @@ def add_records(place: Place, answer: Array, updates: Ref, head: Array) -> Array
 
 def add_one_by_one(place: Place, answers: Array, updates: Ref, values: Ref, head: Array) -> Array:
     """Adds what records and tokens are to all queries, where the tensor cores do not take them. [64, N]"""
-    shape, trace = answers.shape, place.s["trace"].at[head]
-
-    def weights(source: Array) -> Array:
-        return warps.load_columns(trace.at[:, pl.ds(source, 1)], place.interpret)
-
-    def add(answers: Array, value: Array, weights: Array) -> Array:
-        return answers + along(value.astype(f32), shape, 0) * along(weights, shape, 1)
 
     def record(j: Array, answers: Array) -> Array:
         row = place.ring.row(j)
-        return add(answers, load(updates.at[row], VALUES), weights(row))
+        return _add_one(answers, load(updates.at[row], VALUES), _weights_of_source(place, head, row))
+
+    return add_tokens_one_by_one(place, lax.fori_loop(0, place.ring.count, record, answers), values, head)
+
+
+def add_tokens_one_by_one(place: Place, answers: Array, values: Ref, head: Any) -> Array:
+    """``add_one_by_one`` of tokens alone."""
 
     def token(i: Array, answers: Array) -> Array:
-        seen = jnp.where(iota(shape[1:], 0, COLUMNS) >= i, weights(place.g.window + i), 0.0)
-        return add(answers, load(values.at[i], VALUES), seen)
+        weights = _weights_of_source(place, head, place.g.window + i)
+        seen = jnp.where(iota(weights.shape, 0, COLUMNS) >= i, weights, 0.0)
+        return _add_one(answers, load(values.at[i], VALUES), seen)
 
-    return lax.fori_loop(0, place.length, token, lax.fori_loop(0, place.ring.count, record, answers))
+    return lax.fori_loop(0, place.length, token, answers)
+
+
+def _weights_of_source(place: Place, head: Any, source: Array) -> Array:
+    return warps.load_columns(place.s["trace"].at[head, :, pl.ds(source, 1)], place.interpret)
+
+
+def _add_one(answers: Array, value: Array, weights: Array) -> Array:
+    return answers + along(value.astype(f32), answers.shape, 0) * along(weights, answers.shape, 1)
