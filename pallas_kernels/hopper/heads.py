@@ -61,6 +61,7 @@ class Buffers:
     keys: Ref = None
     decays: Ref = None
     readers: list[Ref] | None = None
+    fours: Ref = None
     total: Ref = None
     system: Ref = None
     inverse: Ref = None
@@ -84,6 +85,7 @@ class Buffers:
             self.planes,
             readers,
             self.decays,
+            self.fours,
             self.total,
             self.system,
             self.inverse,
