@@ -90,6 +90,11 @@ def takes_keys(g: Geometry) -> bool:
     return g.record_dtype == bf16 and not g.channel_gate
 
 
+def shares_keys(g: Geometry) -> bool:
+    """Whether keys and decays, once dealt with, leave their place to readers, which makes room for another block."""
+    return g.channel_gate and g.delta_rule and g.window == 32
+
+
 def scratch(g: Geometry) -> dict[str, Any]:
     """Shared memory of a value head."""
     plane = plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16, _RECORDS))
@@ -108,7 +113,7 @@ def scratch(g: Geometry) -> dict[str, Any]:
     fours, total = plgpu.SMEM((g.window + g.window // 4 + 3, g.key_dim), f32), plgpu.SMEM((g.key_dim,), f32)
     if g.delta_rule:
         readers = {"readers": [plane] * _TERMS}
-        arriving |= readers
+        arriving = one_of({"arriving": arriving} | readers) if shares_keys(g) else arriving | readers
     return arriving | one_of({"fours": fours} | planes) | numbers | {"total": total}
 
 

@@ -155,7 +155,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
 
     plgpu.barrier_wait(buffers.head_arrived)
     system.prepare(fold)
-    if not blocked.takes_keys(g):
+    if not (blocked.takes_keys(g) or blocked.shares_keys(g)):
         request_head()
 
     def one_tile(t: Any, seen: Array) -> Array:
@@ -180,7 +180,15 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
             copies.store_piece(tile, pl.ds(first, SWIZZLED), piece)
             return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
 
-        seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
+        weights = blocked.weigh(fold, tile, values)
+        if blocked.shares_keys(g):
+            barrier()  # everybody has read what the following head's keys and decays overwrite
+
+            @pl.when(t + 1 == g.tiles)
+            def _() -> None:
+                request_head()
+
+        seen = blocked.fold_tile(fold, tile, weights, round_piece, seen)
         _store_tile(call, buffers, head, t, i, codes, seen)
         if held < g.tiles:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -27,6 +27,7 @@ from pallas_kernels.hopper.blocked import (
     WEIGHTS,
     Fold,
     pairs,
+    shares_keys,
     terms_of,
 )
 from pallas_kernels.hopper.products import sum_products
@@ -188,6 +189,8 @@ def _decay_channels(fold: Fold) -> None:
         store(plane, term)
     if g.delta_rule:
         keys = jnp.where(along(live, shape, 0), load(fold.decays, SQUARE), 0.0)
+        if shares_keys(g):
+            barrier()  # everybody has read what the readers overwrite
         for plane, term in zip(fold.readers, split_exactly(keys), strict=True):
             store(plane, term)
 
