@@ -51,6 +51,13 @@ def test_refresh(case, rng, no_races):
     assert_refresh_is_right(state, SLOTS, LENGTHS, case.id in ("gdn", "kda"), 2e-6, INTERPRET)
 
 
+@pytest.mark.parametrize("gate", ["channel", pytest.param("head", marks=pytest.mark.long)])
+def test_a_window_of_32(gate, rng, no_races):
+    """In which readers of a channel gate take the place of keys and decays."""
+    case = _case(gate, (2, 1), (16, 32), True, gate, "checkpoint", window=32, activations="bfloat16")
+    assert_refresh_is_right(make_state(case, rng, [23, 32, 5, 17, 0]), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
+
+
 @pytest.mark.parametrize(
     ("case", "readout", "held"),
     [

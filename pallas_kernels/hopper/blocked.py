@@ -61,6 +61,7 @@ class Fold:
     planes: list[Ref]  # keys as they are folded, their sum: [L, K] bfloat16 each
     readers: list[Ref]  # keys as they read the checkpoint
     decays: Ref  # channel gate: log decays, [L, K] float32
+    fours: Ref  # channel gate: see ``since``, ``over`` and ``near``, [L + L / 4 + 3, K] float32; where the planes are to be
     total: Ref  # channel gate: what is left of the checkpoint, [K] float32
     system: Ref  # A and its inverse, [L, L] float32
     inverse: Ref  # diag(F) (I + A)^-1 as terms, one below the other: [3 L, L] bfloat16
@@ -71,10 +72,27 @@ class Fold:
     def number(self, which: int) -> Ref:
         return self.numbers.at[which, pl.ds(0, self.g.window)]
 
+    def since(self, row: Array) -> Ref:
+        """A ring row's key as it would read from the first of its four records on. [K] float32"""
+        return self.fours.at[row]
+
+    def over(self, n: Array) -> Ref:
+        """What the n-th four records leave. [K] float32"""
+        return self.fours.at[self.g.window + n]
+
+    def near(self, step: int) -> Ref:
+        """Products of decayed keys by ring row, with that 1, 2 or 3 records later. [L] float32"""
+        return self.fours.at[self.g.window + self.g.window // 4 + step - 1, pl.ds(0, self.g.window)]
+
 
 def takes_keys(g: Geometry) -> bool:
     """Whether the keys of the ring are what is folded, and lie where the tensor cores read them."""
     return g.record_dtype == bf16 and not g.channel_gate
+
+
+def shares_keys(g: Geometry) -> bool:
+    """Whether keys and decays, once dealt with, leave their place to readers, which makes room for another block."""
+    return g.channel_gate and g.delta_rule and g.window == 32
 
 
 def scratch(g: Geometry) -> dict[str, Any]:
@@ -88,12 +106,16 @@ def scratch(g: Geometry) -> dict[str, Any]:
     if takes_keys(g):
         return {"planes": [plane], **numbers}
     count = _TERMS if g.channel_gate or g.record_dtype == f32 else 2
-    keys = {"keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype), "planes": [plane] * count}
+    arriving: dict[str, Any] = {"keys": plgpu.SMEM((g.window, g.key_dim), g.record_dtype)}
+    planes = {"planes": [plane] * count}
     if not g.channel_gate:
-        return keys | numbers
-    decays, total = plgpu.SMEM((g.window, g.key_dim), f32), {"total": plgpu.SMEM((g.key_dim,), f32)}
-    readers = {"readers": [plane] * _TERMS} if g.delta_rule else {}
-    return keys | numbers | {"decays": decays} | readers | total
+        return arriving | planes | numbers
+    arriving["decays"] = plgpu.SMEM((g.window, g.key_dim), f32)
+    fours, total = plgpu.SMEM((g.window + g.window // 4 + 3, g.key_dim), f32), plgpu.SMEM((g.key_dim,), f32)
+    if g.delta_rule:
+        readers = {"readers": [plane] * _TERMS}
+        arriving = one_of({"arriving": arriving} | readers) if shares_keys(g) else arriving | readers
+    return arriving | one_of({"fours": fours} | planes) | numbers | {"total": total}
 
 
 def values_of(fold: Fold) -> Array:

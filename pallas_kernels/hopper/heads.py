@@ -66,6 +66,7 @@ class Buffers:
     keys: Ref = None
     decays: Ref = None
     readers: list[Ref] | None = None
+    fours: Ref = None
     total: Ref = None
     system: Ref = None
     inverse: Ref = None
@@ -116,6 +117,7 @@ class Buffers:
             self.planes,
             readers,
             self.decays,
+            self.fours,
             self.total,
             self.system,
             self.inverse,

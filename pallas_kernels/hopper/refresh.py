@@ -167,7 +167,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
         answers.request()
     plgpu.barrier_wait(buffers.head_arrived)
     system.prepare(fold)
-    if not blocked.takes_keys(g):
+    if not (blocked.takes_keys(g) or blocked.shares_keys(g)):
         request_head()
     if answers is not None:
         answers.prepare()
@@ -196,7 +196,15 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
             copies.store_piece(tile, pl.ds(first, SWIZZLED), piece)
             return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
 
-        seen = blocked.fold_tile(fold, tile, blocked.weigh(fold, tile, values), round_piece, seen)
+        weights = blocked.weigh(fold, tile, values)
+        if blocked.shares_keys(g):
+            barrier()  # everybody has read what the following head's keys and decays overwrite
+
+            @pl.when(t + 1 == g.tiles)
+            def _() -> None:
+                request_head()
+
+        seen = blocked.fold_tile(fold, tile, weights, round_piece, seen)
         _store_tile(call, buffers, head, t, i, codes, seen)
         if answers is not None:
             answers.answer(tile, t, in_flight=copies_of_tile)

@@ -3,20 +3,33 @@
 See ``blocked`` for the equations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, math, memref
+from jaxlib.mlir.dialects import arith, math, memref, vector
 
 from pallas_kernels.hopper import mlir
-from pallas_kernels.hopper.blocked import FACTORS, LEFT, LOG_DECAYS, OF_READS, OF_VALUES, TOTAL, WEIGHTS, Fold, pairs, terms_of
+from pallas_kernels.hopper.blocked import (
+    FACTORS,
+    LEFT,
+    LOG_DECAYS,
+    OF_READS,
+    OF_VALUES,
+    TOTAL,
+    WEIGHTS,
+    Fold,
+    pairs,
+    shares_keys,
+    terms_of,
+)
 from pallas_kernels.hopper.products import sum_products
 from pallas_kernels.hopper.tiles import (
     SQUARE,
@@ -35,6 +48,10 @@ from pallas_kernels.hopper.tiles import (
     store,
 )
 
+_FOUR = 4  # records that decay keys together
+_SOLVED = 8  # records that are solved one by one
+_THREADS = 128
+
 
 def prepare(fold: Fold) -> None:
     """What all tiles of a value head share, from keys, log decays, weights and factors that have arrived."""
@@ -43,7 +60,6 @@ def prepare(fold: Fold) -> None:
     else:
         _place_keys(fold)
         _decay_heads(fold)
-    barrier()
     if fold.g.delta_rule:
         _invert(fold)
     plgpu.commit_smem()  # the tensor cores read planes and inverse
@@ -82,12 +98,16 @@ def _decay_heads(fold: Fold) -> None:
     _multiply_keys(fold)
     barrier()
 
-    def one(i: Array, between: Array) -> Array:
-        log_decay = fold.numbers[LOG_DECAYS, ring.row(i)]
-        return jnp.where((column < i) & (row >= i), between + log_decay, between)
+    def four(n: Array, between: Array) -> Array:
+        records = [_FOUR * n + i for i in range(1, _FOUR + 1)]
+        for i, log_decay in [(i, fold.numbers[LOG_DECAYS, ring.row(i)]) for i in records]:
+            between = jnp.where((column < i) & (row >= i), between + log_decay, between)
+        return between
 
-    between = lax.fori_loop(1, ring.count, one, plgpu.layout_cast(jnp.zeros(shape, f32), SQUARE))
+    between = plgpu.layout_cast(jnp.zeros(shape, f32), SQUARE)
+    between = lax.fori_loop(0, (ring.count + _FOUR - 2) // _FOUR, four, between)
     store(fold.system, _weighted(fold, load(fold.system, SQUARE) * jnp.exp(between)))
+    barrier()
 
 
 def _weighted(fold: Fold, products: Array) -> Array:
@@ -145,79 +165,144 @@ def _renamed(x: Array, layout: Any, target: Any, shape: tuple[int, int]) -> Arra
 
 def _decay_channels(fold: Fold) -> None:
     """Keys under a channel gate, as folded and as they read; OF_VALUES, OF_READS and "total"; with the delta rule A."""
-    g, ring = fold.g, fold.ring
-    by_row, by_column, shape = SQUARE.reduce(1), SQUARE.reduce(0), (g.window, g.key_dim)
-    store(fold.decays, jnp.exp(load(fold.decays, SQUARE)))
-    age = ring.age(by_row)
-    keys = jnp.where(along(age < ring.count, shape, 0), load(ring.key, SQUARE).astype(f32), 0.0)
+    g, ring, by_row, shape = fold.g, fold.ring, SQUARE.reduce(1), (fold.g.window, fold.g.key_dim)
+    live = ring.age(by_row) < ring.count
+    store(fold.decays, jnp.exp(load(fold.decays, plgpu.Layout.WG_STRIDED(shape, vec_size=4))))
+    keys = jnp.where(along(live, shape, 0), load(ring.key, SQUARE).astype(f32), 0.0)
+    weight = load(fold.number(WEIGHTS), by_row)
+    store(fold.number(LEFT), jnp.where(live, 1.0 if g.delta_rule else weight, 0.0))
+    if g.delta_rule:
+        factor = load(fold.number(FACTORS), by_row)
+        store(fold.number(OF_VALUES), weight * factor)
+        store(fold.number(OF_READS), weight * factor * factor)
     barrier()
-
-    def four(n: Array, keys: Array) -> Array:
-        products = []
-        for i in (4 * n + k for k in range(4)):  # what fills up decays no key, and its products are in no system
-            row = ring.row(i)
-            older = along(age < jnp.where(i < ring.count, i, 0), shape, 0)
-            keys = jnp.where(older, keys * along(load(fold.decays.at[row], by_column), shape, 1), keys)
-            if g.delta_rule:
-                product = keys * along(load(ring.key.at[row], by_column).astype(f32), shape, 1)
-                pieces = [product[:, k : k + 16] for k in range(0, g.key_dim, 16)]
-                products.append((row, sum(pieces[1:], pieces[0])))
-        for row, product in products:  # at the end, as nothing moves across what crosses lanes
-            store(fold.system.at[row], jnp.sum(product, axis=1))
-        return keys
-
-    keys = lax.fori_loop(0, (ring.count + 3) // 4, four, plgpu.layout_cast(keys, SQUARE))
-    barrier()
+    keys = _decay_within_fours(fold, keys)
+    barrier()  # everybody has read the decays that this overwrites
     _decay_readers(fold)
+    barrier()
+    keys = _decay_over_fours(fold, keys)
+    barrier()
+    if g.delta_rule:
+        store(fold.system, _weighted(fold, _products_of_keys(fold)))
+        barrier()  # everybody has read what the planes overwrite
     for plane, term in zip(fold.planes, split_exactly(keys), strict=True):
         store(plane, term)
-    weight, live = load(fold.number(WEIGHTS), by_row), ring.age(by_row) < ring.count
-    if not g.delta_rule:
-        store(fold.number(LEFT), jnp.where(live, weight, 0.0))
-        return
-    factor = load(fold.number(FACTORS), by_row)
-    store(fold.number(LEFT), jnp.where(live, 1.0, 0.0))
-    store(fold.number(OF_VALUES), weight * factor)
-    store(fold.number(OF_READS), weight * factor * factor)
-    barrier()
-    readers = jnp.where(along(age < ring.count, shape, 0), load(fold.decays, SQUARE), 0.0)
-    store(fold.system, _weighted(fold, load(fold.system, SQUARE)))
-    for plane, term in zip(fold.readers, split_exactly(readers), strict=True):
-        store(plane, term)
+    if g.delta_rule:
+        keys = jnp.where(along(live, shape, 0), load(fold.decays, SQUARE), 0.0)
+        if shares_keys(g):
+            barrier()  # everybody has read what the readers overwrite
+        for plane, term in zip(fold.readers, split_exactly(keys), strict=True):
+            store(plane, term)
+
+
+def _decay_within_fours(fold: Fold, keys: Array) -> Array:
+    """Keys as they are left by the last of their four records, with products of those on the way. [L, K]"""
+    ring, age, products = fold.ring, fold.ring.age(SQUARE.reduce(1)), []
+    for step in range(1, _FOUR):
+        row, same = ring.row(age + step), ((age & (_FOUR - 1)) + step < _FOUR) & (age + step < ring.count)
+        keys = jnp.where(along(same, keys.shape, 0), keys * _take_rows(fold.decays, row, fold.interpret), keys)
+        if fold.g.delta_rule:
+            products.append(_multiply(keys, _take_rows(ring.key, row, fold.interpret).astype(f32)))
+    for step, product in enumerate(products, 1):  # at the end, as nothing moves across what crosses lanes
+        store(fold.near(step), jnp.sum(product, axis=1))
+    return keys
 
 
 def _decay_readers(fold: Fold) -> None:
-    """Fills in "total", and with the delta rule has keys as they read, in float32, in place of the decays."""
-    ring, channels = fold.ring, channels_layout(fold.g.key_dim)
+    """Fills in "total" and what is left over each four records; with the delta rule keys as they read.
 
-    def one(i: Array, since: Array) -> Array:
-        row = ring.row(i)
-        since = since * load(fold.decays.at[row], channels)
-        if fold.g.delta_rule:
-            key = load(ring.key.at[row], channels).astype(f32)
-            if fold.g.key_dim % 128:
-                barrier()  # every warp does all channels, and has read the gate that this overwrites
-            store(fold.decays.at[row], since * key)
-        return since
+    Those take the place of the decays, and as they would read from the first of their four records on they are in "fours".
+    """
+    g, ring, channels = fold.g, fold.ring, channels_layout(fold.g.key_dim)
+    ones = plgpu.layout_cast(jnp.ones((g.key_dim,), f32), channels)
 
-    ones = plgpu.layout_cast(jnp.ones((fold.g.key_dim,), f32), channels)
-    store(fold.total, lax.fori_loop(0, ring.count, one, ones))
+    def four(n: Array, before: Array) -> Array:
+        records = [_FOUR * n + i for i in range(_FOUR)]
+        live, rows = [jnp.broadcast_to(i < ring.count, ones.shape) for i in records], [ring.row(i) for i in records]
+        decays = [jnp.where(real, load(fold.decays.at[row], channels), 1.0) for real, row in zip(live, rows, strict=True)]
+        keys = [load(ring.key.at[row], channels).astype(f32) for row in rows] if g.delta_rule else []
+        if g.key_dim % 128:
+            barrier()  # every warp does all channels, and has read the decays that this overwrites
+        since, readers = ones, []
+        for i, decay in enumerate(decays):
+            since = since * decay
+            if g.delta_rule:
+                readers.append(since * keys[i])
+        for row, reader in zip(rows, readers, strict=False):
+            store(fold.since(row), reader)
+            store(fold.decays.at[row], before * reader)
+        store(fold.over(n), since)
+        return before * since
+
+    store(fold.total, lax.fori_loop(0, (ring.count + _FOUR - 1) // _FOUR, four, ones))
+
+
+def _decay_over_fours(fold: Fold, keys: Array) -> Array:
+    """Keys as they are left by the last record, with products of those on the way in "system". [L, K]"""
+    ring, by_column, age = fold.ring, SQUARE.reduce(0), fold.ring.age(SQUARE.reduce(1))
+
+    def four(n: Array, keys: Array) -> Array:
+        rows = [ring.row(_FOUR * n + i) for i in range(_FOUR)] if fold.g.delta_rule else []
+        products = [_multiply(keys, along(load(fold.since(row), by_column), keys.shape, 1)) for row in rows]
+        left = keys * along(load(fold.over(n), by_column), keys.shape, 1)
+        keys = jnp.where(along(age < _FOUR * n, keys.shape, 0), left, keys)
+        for row, product in zip(rows, products, strict=True):  # at the end, as above
+            store(fold.system.at[row], jnp.sum(product, axis=1))
+        return keys
+
+    return lax.fori_loop(1, (ring.count + _FOUR - 1) // _FOUR, four, keys)
+
+
+def _products_of_keys(fold: Fold) -> Array:
+    """Products of decayed keys from where they have been put. [L, L] by ``SQUARE``"""
+    row, column = fold.ring.age(SQUARE, 0, 2), fold.ring.age(SQUARE, 1, 2)
+    one, two, three = (along(load(fold.near(step), SQUARE.reduce(0)), row.shape, 1) for step in range(1, _FOUR))
+    near = jnp.where(row - column == 1, one, jnp.where(row - column == 2, two, three))
+    return jnp.where((row ^ column) < _FOUR, near, load(fold.system, SQUARE))
+
+
+def _multiply(x: Array, y: Array) -> Array:
+    """Products of two arrays [L, K], summed as far as that takes no other lane. [L, 16]"""
+    product = x * y
+    pieces = [product[:, k : k + 16] for k in range(0, product.shape[1], 16)]
+    return sum(pieces[1:], pieces[0])
+
+
+def _take_rows(ref: Ref, rows: Array, interpret: Interpret) -> Array:
+    """Rows of shared memory in some order, [n] by ``SQUARE``. [L, K] -> [n, K]"""
+    if interpret is not None:
+        return ref[...][rows]
+    shape, layout = (rows.shape[0], ref.shape[1]), SQUARE.to_mgpu()
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SQUARE.reduce(1)), return_type=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=SQUARE)
+    )
+    def take(_: Any, ref: Any, rows: Any) -> Any:
+        some = layout.registers_element_type(ir.MemRefType(ref.type).element_type)
+        rows = [mlir.index(mlir.element(row, 0)) for row in rows.registers.flat]
+        places = zip(np.ndindex(layout.registers_shape(shape)), layout.thread_idxs(shape), strict=True)
+        return mlir.array([vector.load(some, ref, [rows[at[0]], column]) for at, (_, column) in places], SQUARE, shape)
+
+    return take(ref, rows)
 
 
 def _invert(fold: Fold) -> None:
     """Puts diag(LEFT) (I + A)^-1 in "inverse"."""
-    window, system = fold.g.window, fold.system
-    _substitute(system, fold.ring.start, fold.interpret)
-    barrier()
-    scale = load(fold.number(LEFT), SQUARE.reduce(1))
-    x = load(system, SQUARE) * along(scale, (window, window), 0)
+    window, ring = fold.g.window, fold.ring
+    _substitute(fold.system, ring.start, fold.interpret)
+    scale = along(load(fold.number(LEFT), SQUARE.reduce(1)), (window, window), 0)
+    x = jnp.where(ring.age(SQUARE, 0, 2) >= ring.age(SQUARE, 1, 2), load(fold.system, SQUARE) * scale, 0.0)
     barrier()  # everybody has read what the terms overwrite
     for n, term in enumerate(split_exactly(x)):
         store(fold.inverse.at[pl.ds(n * window, window)], term)
 
 
 def _substitute(system: Ref, start: Array, interpret: Interpret) -> None:
-    """A becomes (I + A)^-1: each lane, in every warp, finds a column of it. [L, L], of which row ``start`` is the first"""
+    """A becomes (I + A)^-1, with anything above the diagonal. [L, L], of which row ``start`` is the first
+
+    Blocks of 8 on the diagonal are solved record by record, those below follow as of [I + A, 0; C, I + B] the inverse is
+    [X, 0; -Y C X, Y], where X and Y are those of I + A and I + B.
+    """
     window = system.shape[0]
     if interpret is not None:
         order = (start + jnp.arange(window)) & (window - 1)
@@ -228,20 +313,86 @@ def _substitute(system: Ref, start: Array, interpret: Interpret) -> None:
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
-    def substitute(context: Any, system: Any, start: Any) -> None:
-        start, last = start.registers.item(), mlir.word(window - 1)
-        lane = arith.andi(mgpu_utils.thread_idx(), last)
-        column, age = mlir.index(lane), arith.andi(arith.subi(lane, start), last)
-        rows = [mlir.index(arith.andi(arith.addi(start, mlir.word(i)), last)) for i in range(window)]
-        solved: list[Any] = []
-        for i, row in enumerate(rows):
-            own = arith.cmpi(arith.CmpIPredicate.eq, age, mlir.word(i))
-            x = arith.uitofp(ir.F32Type.get(), own)
-            for known, other in zip(solved, rows, strict=False):
-                x = math.fma(arith.negf(memref.load(system, [row, other])), known, x)
-            solved.append(x)
-        mgpu_utils.warpgroup_barrier()  # everybody has read what the solution overwrites
-        for row, x in zip(rows, solved, strict=True):
-            memref.store(x, system, [row, column])
+    def substitute(_: Any, system: Any, start: Any) -> None:
+        system, start = _Wrapped(system), start.registers.item()
+        _solve_blocks(system, start)
+        size = _SOLVED
+        while size < window:
+            _join_blocks(system, start, size)
+            size *= 2
 
     substitute(system, start)
+
+
+class _Wrapped:
+    """A square of shared memory in inline code, whose rows and columns are numbered modulo its size."""
+
+    def __init__(self, ref: Any):
+        self.ref, self.size = ref, ir.MemRefType(ref.type).shape[0]
+
+    def _place(self, numbers: tuple[Any, Any]) -> list[Any]:
+        return [mlir.index(arith.andi(number, mlir.word(self.size - 1))) for number in numbers]
+
+    def __getitem__(self, numbers: tuple[Any, Any]) -> Any:
+        return memref.load(self.ref, self._place(numbers))
+
+    def __setitem__(self, numbers: tuple[Any, Any], x: Any) -> None:
+        memref.store(x, self.ref, self._place(numbers))
+
+
+def _solve_blocks(system: _Wrapped, start: Any) -> None:
+    """Inverts the blocks on the diagonal: each lane, in every warp, finds a column of one."""
+    column = mgpu_utils.thread_idx()
+    own = _bits(arith.subi(column, start), 1, _SOLVED)
+    rows = _following(arith.subi(column, own), _SOLVED)
+    solved: list[Any] = []
+    for i, row in enumerate(rows):
+        x = arith.uitofp(ir.F32Type.get(), arith.cmpi(arith.CmpIPredicate.eq, own, mlir.word(i)))
+        for other, known in zip(rows, solved, strict=False):
+            x = math.fma(arith.negf(system[row, other]), known, x)
+        solved.append(x)
+    mgpu_utils.warpgroup_barrier()  # everybody has read what the solution overwrites
+    for row, x in zip(rows, solved, strict=True):
+        system[row, column] = x
+    mgpu_utils.warpgroup_barrier()
+
+
+def _join_blocks(system: _Wrapped, start: Any, size: int) -> None:
+    """Makes inverted blocks twice the size: every thread finds some elements of what is below the diagonal of one.
+
+    The product of two of the three factors is put far above the diagonal, where nothing is looked for.
+    """
+    half, places = system.size // 2, []
+    thread = arith.addi(mgpu_utils.thread_idx(), start)  # or all of this would be known beforehand, and held in registers
+    for n in range(0, half * size, _THREADS):
+        element = arith.addi(thread, mlir.word(n))
+        row, column = _bits(element, size, size), _bits(element, 1, size)
+        block = arith.muli(_bits(element, size * size, half // size), mlir.word(size))
+        first = arith.addi(arith.addi(start, block), block)
+        beyond = arith.addi(arith.addi(start, block), row), arith.addi(arith.addi(start, mlir.word(half)), column)
+        places.append((_following(first, size), _following(arith.addi(first, mlir.word(size)), size), row, column, beyond))
+    for upper, lower, row, column, beyond in places:
+        below, beside = arith.addi(lower[0], row), arith.addi(upper[0], column)
+        system[beyond] = _sum_of((system[below, i], system[i, beside]) for i in upper)
+    mgpu_utils.warpgroup_barrier()
+    for upper, lower, row, column, (across, beside) in places:
+        below, first = arith.addi(lower[0], row), arith.subi(across, row)
+        x = _sum_of((system[below, i], system[j, beside]) for i, j in zip(lower, _following(first, size), strict=True))
+        system[below, arith.addi(upper[0], column)] = arith.negf(x)
+    mgpu_utils.warpgroup_barrier()
+
+
+def _bits(x: Any, unit: int, count: int) -> Any:
+    """x // unit modulo count, both powers of two, in inline code."""
+    return arith.andi(arith.shrui(x, mlir.word(unit.bit_length() - 1)), mlir.word(count - 1))
+
+
+def _following(first: Any, count: int) -> list[Any]:
+    return [arith.addi(first, mlir.word(i)) for i in range(count)]
+
+
+def _sum_of(products: Iterable[tuple[Any, Any]]) -> Any:
+    total = mlir.number(0.0)
+    for x, y in products:
+        total = math.fma(x, y, total)
+    return total
