@@ -72,7 +72,7 @@ def test_a_window_of_32(gate, rng, no_races):
 def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
     monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
-    monkeypatch.setattr(heads, "_held", lambda g: held)
+    monkeypatch.setattr(heads, "_held", lambda g, answers: held)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 

@@ -77,6 +77,18 @@ def test_flushed_checkpoints_do_not_depend_on_the_copy(case, rng):
     assert all(same_bits(pools[0], pool) for pool in pools[1:])
 
 
+@pytest.mark.parametrize("tokens", [1, 5])
+@families
+def test_verified_checkpoints_do_not_depend_on_the_copy(case, tokens, rng):
+    """Though rows that are folded are answered in one kernel where the checkpoint is read, and in two where a copy is."""
+    seed, pools = int(rng.integers(2**31)), []
+    for form in ("checkpoint", "nvfp4"):
+        call = make_read_call(dataclasses.replace(case, readout=form, records="raw"), np.random.default_rng(seed), tokens)
+        after, _ = jax.jit(replay_pallas.verify)(*call)
+        pools.append((after.checkpoint, after.buffer))
+    assert same_bits(*pools)
+
+
 @pytest.mark.parametrize("case", [case for case, _ in CASES if case.rounding == "stochastic"], ids=lambda case: case.id)
 def test_rounding_by_chance_is_the_one_written_down(case, rng):
     state = make_state(dataclasses.replace(case, readout="fp8_e4m3"), rng, [case.window - 1, 1, 3])
