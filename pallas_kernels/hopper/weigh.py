@@ -35,6 +35,8 @@ def weights_of(place: Place, head: Any) -> tuple[Array, Array] | None:
     Of a head, or of all of them with T = 1. Dead records and tokens that a query does not see have 0. [L or L + 16, N]
     """
     g = place.g
+    if g.record_dtype != bf16:
+        return None
     count = g.window + (DRAFTS if g.tokens > 1 else 0)
     source, columns = iota((count,), 0, MMA_RIGHT.reduce(1)), columns_of(g)
     live = ((source - place.ring.start) & (g.window - 1)) < place.ring.count
@@ -46,13 +48,13 @@ def weights_of(place: Place, head: Any) -> tuple[Array, Array] | None:
 
 def weights_of_tokens(place: Place) -> tuple[Array, Array] | None:
     """``weights_of`` tokens alone, of the only head. [16, N]"""
+    if place.g.record_dtype != bf16:
+        return None
     return _weights(place, 0, pl.ds(place.g.window, DRAFTS), iota((DRAFTS,), 0, MMA_RIGHT.reduce(1)))
 
 
-def _weights(place: Place, head: Any, sources: Any, first_seen: Array) -> tuple[Array, Array] | None:
+def _weights(place: Place, head: Any, sources: Any, first_seen: Array) -> tuple[Array, Array]:
     """Weights of sources, each for the columns from ``first_seen`` on."""
-    if place.g.record_dtype != bf16:
-        return None
     shape = (sources.size, columns_of(place.g))
     weights = load(place.s["trace"].at[head, :, sources].T, MMA_RIGHT)
     seen = along(first_seen, shape, 0) <= along(iota(shape[1:], 0, MMA_RIGHT.reduce(0)), shape, 1)
