@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.fidelity.plot import headline  # noqa: E402
+from benchmarks.kernels import RECURRENCES  # noqa: E402
 from benchmarks.plots import HEADLINE, RESULTS, best, select, time_of  # noqa: E402
 
 SOURCE, READOUTS, FIDELITY = "kernels_h200.json", "readouts_h200.json", "fidelity_h200.json"
@@ -28,6 +29,11 @@ def last_before_flush(entries: list[Entry], flush: bool = False, **wanted: Any) 
     return time_of(max(matching, key=lambda entry: entry["records"])) if matching else None
 
 
+def floor_of(results: Entry, heads: list[int], dims: list[int]) -> float:
+    """Time [us] to read the float32 checkpoints of a batch of 256 once."""
+    return 4 * heads[0] * math.prod(dims) * 256 / (results["ceiling"]["read_tb_s"] * 1e6)
+
+
 def figures(results: Entry) -> dict[str, float]:
     """Every headline figure that the results hold, by name."""
     entries: list[Entry] = results["measurements"]
@@ -36,7 +42,7 @@ def figures(results: Entry) -> dict[str, float]:
         shape: Entry = {"family": family, "heads": heads}
         ours: Entry = shape | {"kernel": "pallas"}
         dims = next(entry["dims"] for entry in select(entries, **ours))
-        floor = 4 * heads[0] * math.prod(dims) * 256 / (results["ceiling"]["read_tb_s"] * 1e6)
+        floor = floor_of(results, heads, dims)
         mean = best(entries, **ours, batch=256, what="step_mean")
         against = {
             "step_mean_speedup_vs_recurrent": best(entries, **shape, batch=256, kernel="recurrent", what="step"),
@@ -85,6 +91,23 @@ def readout_figures(results: Entry) -> dict[str, float]:
     return found
 
 
+def raw_figures(results: Entry, readouts: Entry) -> dict[str, float]:
+    """Times of verifies with raw records over the time of one read of the checkpoints, all that they launch included."""
+    found: dict[str, float] = {}
+    for family, heads in HEADLINE.items():
+        if not RECURRENCES[family][0]:
+            continue  # without the delta rule records are raw either way
+        own = select(readouts["measurements"], family=family, batch=256, readout="raw")
+        for tokens in (5, 9):
+            for suffix, flush in (("", False), ("_flush", True)):
+                matching = select(own, what="verify", tokens=tokens, flush=flush)
+                # the fewest records from six on are as near as any to what the other verifies are timed at
+                if chosen := [entry for entry in matching if entry["records"] >= 6]:
+                    time, dims = min(chosen, key=lambda entry: entry["records"])["us"], chosen[0]["dims"]
+                    found[f"{family}_verify{tokens}_raw{suffix}_over_floor"] = round(time / floor_of(results, heads, dims), 3)
+    return found
+
+
 def describe(found: dict[str, float], unit: str, results: Entry, source: str) -> dict[str, Entry]:
     about = {"unit": unit, "device": results["device"], "date": results["date"], "source": f"benchmarks/results/{source}"}
     return {name: {"value": value, **about} for name, value in found.items()}
@@ -94,8 +117,8 @@ def main() -> None:
     results = json.loads((RESULTS / SOURCE).read_text())
     summary = describe(figures(results), "ratio", results, SOURCE)
     if (RESULTS / READOUTS).exists():
-        results = json.loads((RESULTS / READOUTS).read_text())
-        summary |= describe(readout_figures(results), "ratio", results, READOUTS)
+        readouts = json.loads((RESULTS / READOUTS).read_text())
+        summary |= describe(readout_figures(readouts) | raw_figures(results, readouts), "ratio", readouts, READOUTS)
     if (RESULTS / FIDELITY).exists():
         results = json.loads((RESULTS / FIDELITY).read_text())
         divergences = {f"{name}_128k": float(f"{value:.4g}") for name, value in headline(results).items()}

@@ -35,7 +35,7 @@ class ReplayPolicy:
         records: what a ring keeps of a value with the delta rule. "update" is u, in float32, computed once; "raw" is v and
             beta as they came, from which each read and each fold derives u for itself, so that no u of a rounded read is
             ever folded. None takes what ``readout`` needs: "update" for the checkpoint, "raw" for a copy. Without the delta
-            rule records are raw inputs either way.
+            rule records are raw inputs either way. On a GPU raw records are the better choice for drafts under a channel gate.
         rounding: of float16 and bfloat16 checkpoints, "nearest" or "stochastic": up or down at random, unbiased, by
             ``seed`` and the pointer's ``request`` (see ``rounding``).
         seed: of stochastic rounding, 0 to 2**32 - 1; give every layer its own.
