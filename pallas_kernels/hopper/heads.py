@@ -15,7 +15,7 @@ from pallas_kernels.hopper.records import RING_CHUNK, Ring
 from pallas_kernels.hopper.shared import kilobytes, named, swizzled
 from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Pool, Ref, Rows, Tokens
 
-_HALF_KB = 113  # of shared memory, for each of two blocks on a multiprocessor
+_MULTIPROCESSOR_KB = 228  # of shared memory, of which every block takes one more than it asks for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,10 +149,15 @@ def side_by_side(g: Geometry) -> int:
     return 3 if g.channel_gate or (g.delta_rule and g.answers_folded and g.tokens == 1) else 4
 
 
+def blocks_at_once(g: Geometry, answers: bool, held: int | None = None) -> int:
+    """Blocks that a multiprocessor has room for."""
+    return min(side_by_side(g), _MULTIPROCESSOR_KB // (shared_kb(g, answers, held) + 1))
+
+
 def _held(g: Geometry, answers: bool) -> int:
     """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that costs no other block its room."""
-    fits = [228 // (shared_kb(g, answers, held) + 1) for held in (1, g.tiles)]
-    return g.tiles if g.readout == "nvfp4" or min(fits[0], side_by_side(g)) <= fits[1] else 1
+    one, every = (blocks_at_once(g, answers, held) for held in (1, g.tiles))
+    return g.tiles if g.readout == "nvfp4" or one <= every else 1
 
 
 def shared_kb(g: Geometry, answers: bool, held: int | None = None) -> int:

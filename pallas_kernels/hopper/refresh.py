@@ -69,8 +69,7 @@ def refresh(
         interpret: parameters of interpret mode, None on a GPU.
     """
     g, answers = geometry, tokens is not None
-    blocks = _MULTIPROCESSORS * min(heads.side_by_side(g), 228 // (heads.shared_kb(g, answers) + 1))
-    blocks = min(blocks, g.rows * g.value_heads)
+    blocks = min(_MULTIPROCESSORS * heads.blocks_at_once(g, answers), g.rows * g.value_heads)
     more_than = max(0, g.window - 2 * g.max_draft) if due_only else 0
     operands, structure = jax.tree.flatten((rows, pool, tokens, out, copies.request_streams(g, request), first_head))
 
