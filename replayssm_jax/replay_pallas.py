@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import hopper
 from pallas_kernels.hopper.cut import block_scale_rows
+from pallas_kernels.hopper.heads import answers_folded
 from pallas_kernels.hopper.read import read
 from pallas_kernels.hopper.refresh import refresh
 from replayssm_jax.state import ReplayState, Tokens
@@ -48,7 +49,7 @@ def verify(
     geometry = _geometry(state, tokens)
     rows, refs = _rows(state, slots, lengths), _refs(state)
     operands = _tokens(state, tokens)
-    if geometry.answers_folded:
+    if answers_folded(geometry):
         answers = jax.new_ref(read(rows, operands, _pool(refs), geometry, interpret=interpret))
         _refresh(state, rows, refs, geometry, True, interpret, operands, answers)
         out = jax.freeze(answers)

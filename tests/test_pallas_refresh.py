@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -150,3 +151,15 @@ def test_refusals_say_what_would_work(rng):
         ({"value_dim": 512, "key_dim": 256}, "readout='fp8_e4m3' would do"),
     ):
         assert words in refresh_unsupported(dataclasses.replace(g, **change))
+
+
+def test_no_fold_is_refused_for_the_answers_that_it_would_have_room_for_alone(rng):
+    """Rows are then answered in a kernel of their own."""
+    whole = geometry_of(make_state(dataclasses.replace(CASES[0], records="raw"), rng, [1]), 1)
+    whole = dataclasses.replace(whole, value_heads=4, key_heads=1, readout="checkpoint")
+    for window, dim, tokens in itertools.product((16, 32), (64, 256), (1, 8, 16)):
+        sizes = {"window": window, "key_dim": dim, "value_dim": dim, "tokens": tokens, "max_draft": tokens}
+        g = dataclasses.replace(whole, **sizes)
+        if heads.shared_kb(g, answers=False) <= 227:
+            assert refresh_unsupported(g) is None
+    assert not heads.answers_folded(g), "the largest of them takes no answers"

@@ -143,7 +143,7 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
         scratch["piece_arrived"] = plgpu.Barrier(num_barriers=config.pieces)
     # What queries are taken back through, and in its place what tiles then meet.
     through = {"keys": plgpu.SMEM((chunks, key_heads, RING_CHUNK, g.key_dim), g.record_dtype)}
-    met = {"updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype), **_met(g, config)}
+    met = {"updates": plgpu.SMEM((s, g.window, g.value_dim), g.record_dtype), **_met(g, config, many=g.tokens > 1)}
     if takes_digits(g):
         scratch["digits"] = plgpu.SMEM((readers_of(g, config), digits.ROWS, g.key_dim), jnp.int8)
     if g.channel_gate:
@@ -183,16 +183,15 @@ def _of_tokens(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     }
 
 
-def _met(g: Geometry, config: ReadConfig, many: bool | None = None) -> dict[str, Any]:
+def _met(g: Geometry, config: ReadConfig, many: bool) -> dict[str, Any]:
     """Tokens' values, planes and, with ``many`` columns of answers, what these go out from."""
-    many, n = g.tokens > 1 if many is None else many, columns_of(g)
     met = {"values": plgpu.SMEM((config.stages, DRAFTS if many else 1, g.value_dim), g.record_dtype)}
     if not takes_digits(g):
         count, dtype = planes_of(g)
-        planes = (planes_per(g, config), count * n, g.key_dim)
+        planes = (planes_per(g, config), count * columns_of(g), g.key_dim)
         met["planes"] = plgpu.SMEM(planes, dtype, transforms=swizzled(dtype))
     if many:
-        met["answers"] = plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
+        met["answers"] = plgpu.SMEM((columns_of(g), TILE_ROWS), g.value_dtype)
     return met
 
 

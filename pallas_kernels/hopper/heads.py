@@ -144,14 +144,25 @@ def scratch_of(g: Geometry, answers: bool, held: int | None = None) -> dict[str,
     }
 
 
-def side_by_side(g: Geometry) -> int:
+def side_by_side(g: Geometry, answers: bool) -> int:
     """Blocks for whose registers a multiprocessor has room, as compiled for Hopper."""
-    return 3 if g.channel_gate or (g.delta_rule and g.answers_folded and g.tokens == 1) else 4
+    return 3 if g.channel_gate or (g.delta_rule and answers and g.tokens == 1) else 4
 
 
 def blocks_at_once(g: Geometry, answers: bool, held: int | None = None) -> int:
     """Blocks that a multiprocessor has room for."""
-    return min(side_by_side(g), _MULTIPROCESSOR_KB // (shared_kb(g, answers, held) + 1))
+    return min(side_by_side(g, answers), _MULTIPROCESSOR_KB // (shared_kb(g, answers, held) + 1))
+
+
+def answers_folded(g: Geometry) -> bool:
+    """Whether ``refresh`` also answers the rows that it folds: where these read the checkpoint, and memory allows.
+
+    That is if a multiprocessor keeps two blocks, or as many as without answers. A channel gate's window of 32 leaves it one in
+    float32 and has not been seen to pay otherwise.
+    """
+    if not g.folds_apart or g.readout != "checkpoint" or (g.channel_gate and g.window == 32):
+        return False
+    return blocks_at_once(g, True) >= min(2, blocks_at_once(g, False))
 
 
 def _held(g: Geometry, answers: bool) -> int:

@@ -37,6 +37,7 @@ from pallas_kernels.hopper.cut import (
     sources_come_late,
     takes_digits,
 )
+from pallas_kernels.hopper.heads import answers_folded
 from pallas_kernels.hopper.products import Product
 from pallas_kernels.hopper.shared import named
 from pallas_kernels.hopper.tiles import (
@@ -112,9 +113,11 @@ def _row(
     first_head, b = (index % groups) * config.heads, index // groups
     slot, length = rows.slots[b], rows.lengths[b]
     live = (slot >= 0) & (slot < g.slots) & (length > 0)
-    due = live & (rows.length[jnp.where(live, slot, 0)] + 2 * g.max_draft > g.window) & g.answers_folded
+    answered = live
+    if answers_folded(g):
+        answered &= rows.length[jnp.where(live, slot, 0)] + 2 * g.max_draft <= g.window
 
-    @pl.when(live & ~due)
+    @pl.when(answered)
     def _():
         _Reader(rows, tokens, pool, out, g, config, interpret, s, b, first_head, slot, length).run()
 

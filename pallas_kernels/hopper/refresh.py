@@ -127,7 +127,7 @@ def refresh_unsupported(geometry: Geometry) -> str | None:
         return f"key_dim={g.key_dim}: refresh takes multiples of 32 up to 256"
     if g.value_dim % 8:
         return f"value_dim={g.value_dim}: refresh takes multiples of 8"
-    if (needed := heads.shared_kb(g, g.answers_folded)) > _SHARED_KB:
+    if (needed := heads.shared_kb(g, heads.answers_folded(g))) > _SHARED_KB:
         return (
             f"a head of {g.value_dim} x {g.key_dim} needs {needed} KB of shared memory of {_SHARED_KB} for "
             f"readout={g.readout!r} and window={g.window}: {_smaller(g)}"
@@ -144,7 +144,7 @@ def _smaller(g: Geometry) -> str:
         "bfloat16 records": {"record_dtype": bf16},
     }
     others = {name: dataclasses.replace(g, **change) for name, change in changes.items()}
-    fitting = [name for name, other in others.items() if heads.shared_kb(other, other.answers_folded) <= _SHARED_KB]
+    fitting = [name for name, other in others.items() if heads.shared_kb(other, heads.answers_folded(other)) <= _SHARED_KB]
     return f"{' or '.join(fitting)} would do" if fitting else "smaller heads would do"
 
 

@@ -132,14 +132,6 @@ class Geometry:
         return self.raw or self.readout != "checkpoint" or self.rounding != "nearest"
 
     @property
-    def answers_folded(self) -> bool:
-        """Whether ``refresh`` also answers the rows that it folds: where a checkpoint is what is read, and memory allows.
-
-        A window of 32 under a channel gate and the tokens of as many drafts would leave a multiprocessor a single block.
-        """
-        return self.folds_apart and self.readout == "checkpoint" and not (self.channel_gate and self.window == 32)
-
-    @property
     def halved(self) -> bool:
         """Whether a checkpoint lies in two planes of 16 bits, of which the upper is read as a copy would be."""
         return self.readout == "bf16_plane"
