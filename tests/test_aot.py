@@ -35,7 +35,7 @@ DRAFTS = {"step": 1, "verify": 5, "flush": 5}
 # Warpgroups (CTAs of 128 threads) that a multiprocessor holds at least: the kernels hide latency behind one another.
 WARPGROUPS = {
     ("gdn", "step"): 4,
-    ("gdn", "verify"): 3,
+    ("gdn", "verify"): 4,
     ("gdn", "flush"): 5,
     ("kda", "step"): 3,
     ("kda", "verify"): 3,

@@ -1,8 +1,8 @@
 """What T drafts draw on: how each draft's query and key read the past and one another, and the triangular system solved.
 
 See ``verify.py`` for the equations. Queries and keys of the drafts are the N *readers*, columns of every array here. Rows are
-the 64 *sources*: the L ring rows, behind them the drafts' values, behind those with the delta rule what the state answers to
-the drafts' keys. Decays are products of the tokens' own gates, all at most 1.
+the S *sources*: the L ring rows, and behind them the drafts in 16 more, with the delta rule where their keys are among the last
+16 readers. Decays are products of the tokens' own gates, all at most 1.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -11,14 +11,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.repeated import first_rows, repeated
 from pallas_kernels.hopper.stream import DECAYS, WEIGHTS, Stream
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     DRAFTS_BY_READERS,
     STATE,
+    TILE_ROWS,
     VALUES,
     Array,
     Geometry,
+    Interpret,
     Ref,
     along,
     barrier,
@@ -34,14 +37,14 @@ from pallas_kernels.hopper.tiles import (
     store,
 )
 
-SOURCES = 64
-DRAFTS = 16  # the most drafts of a call: rows of the sources for their values, columns of the readers that hold their keys
+DRAFTS = 16  # the most drafts of a call: rows of the sources that hold them, columns of the readers that hold their keys
 
 
-# Rows of the scratch "numbers" behind the ring's own. Of each reader: the factor of its products; beta (of keys, or without the
-# delta rule of drafts); its key's scale (1 of queries); its token's gate. Then what is left of each record, and what an answer
-# takes of the state's answer to the same reader. What is left of the checkpoint lies behind the ring's log decays; behind the
-# ring's weights what is left, at each reader, of what there was before the drafts, its scale included.
+# Rows of the scratch "numbers" [8, 64] behind the ring's own. Of each reader: the factor of its products; beta (of keys, or
+# without the delta rule of drafts); its key's scale (1 of queries); its token's gate. Then what is left of each record, as
+# often as the sources are repeated, and what is taken of the state's answer to each reader. What is left of the checkpoint
+# lies behind the ring's log decays; behind the ring's weights what is left, at each reader, of what there was before the
+# drafts, its scale included.
 SCALE, BETA, K_SCALE, GATE, LEFT, OF_STATE = range(2, 8)
 TOTAL = (DECAYS, 32)
 PAST = (WEIGHTS, 32)
@@ -64,14 +67,14 @@ def count(geometry: Geometry) -> int:
     return max(DRAFTS, -(-(first_key(g) + g.tokens) // 8) * 8) if g.delta_rule else -(-g.tokens // 8) * 8
 
 
-def first_value(geometry: Geometry) -> int:
-    """The source that is the first draft's value; right behind 16 of them are the state's answers to the last 16 readers."""
-    return geometry.window
+def num_sources(geometry: Geometry) -> int:
+    """S, sources filled up to what the tensor cores' 64 rows repeat."""
+    return 32 if geometry.window + DRAFTS <= 32 else TILE_ROWS
 
 
-def first_read(geometry: Geometry) -> int:
-    """The source that is the state's answer to the first draft's key."""
-    return geometry.window + DRAFTS + first_key(geometry) - (count(geometry) - DRAFTS)
+def first_draft(geometry: Geometry) -> int:
+    """The first draft among the 16 that are sources, columns of a tile's values."""
+    return first_key(geometry) - (count(geometry) - DRAFTS) if geometry.delta_rule else 0
 
 
 def terms(geometry: Geometry) -> int:
@@ -80,13 +83,8 @@ def terms(geometry: Geometry) -> int:
 
 
 def first_row(geometry: Geometry) -> int:
-    """The first of 16 rows of a channel gate's readers among which all keys are."""
+    """The first of 16 readers among which all keys are, as rows of products."""
     return 0 if first_key(geometry) + geometry.tokens <= DRAFTS else first_key(geometry)
-
-
-def first_draft(geometry: Geometry) -> int:
-    """The row of the products, of keys with readers, that is the first draft's key."""
-    return geometry.window + first_key(geometry) - (first_row(geometry) if geometry.channel_gate else 0)
 
 
 def draft_of(reader: Array, geometry: Geometry) -> Array:
@@ -96,13 +94,13 @@ def draft_of(reader: Array, geometry: Geometry) -> Array:
 def multiply_channels(readers: Ref, gates: Ref, length: Array, products: Ref, geometry: Geometry) -> None:
     """Products of the drafts' keys with all readers under a channel gate, decayed in between.
 
-    Under a head gate they are one product of matrices, without decay: ``verify._multiply``.
+    Under a head gate they are one product of matrices, without decay: ``combine.multiply``.
 
     Args:
         readers: queries and keys. [2 T or more, K] record dtype
         gates: decays of the drafts. [T, K] float32
         length: drafts of this row.
-        products: result in rows from L on. [64, N] float32
+        products: result in rows from L on. [S, N] float32
         geometry: sizes of the call.
     """
     g, layout, first, shape = geometry, records_layout(geometry.key_dim), first_key(geometry), (DRAFTS, count(geometry))
@@ -125,22 +123,34 @@ def multiply_channels(readers: Ref, gates: Ref, length: Array, products: Ref, ge
 
 
 def solve(
-    ring: Ring, products: Ref, has_left: bool, due: Array, length: Array, scratch: dict[str, Ref], geometry: Geometry
+    ring: Ring,
+    products: Ref,
+    has_left: bool,
+    due: Array,
+    length: Array,
+    scratch: dict[str, Ref],
+    geometry: Geometry,
+    interpret: Interpret,
 ) -> None:
     """Weights with which outputs, and with the delta rule updates times their key's scale, draw on the sources.
 
+    These are the records' updates, and of each draft its value, or with the delta rule what its update would be without the
+    records and the other drafts.
+
     Args:
         ring: the records that the drafts see.
-        products: of the sources' keys with the readers. [64, N] float32
+        products: of the records' keys, and behind them the readers or 16 of them that have all keys, with the readers.
+            [S, N] float32
         has_left: whether decays of the past are in "numbers" (head gate) or in products and readers (channel gate).
         due: whether the records have been folded, so that nothing is left to decay but the drafts.
         length: drafts of this row; what lies behind them may be anything.
-        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [N, 64] get the weights, as the sum
-            of two bfloat16; "between" [16, N] is overwritten.
+        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [2 N, S] get the weights, as the sum
+            of two bfloat16, one below the other; "between" [16, N] is overwritten.
         geometry: sizes of the call.
+        interpret: parameters of interpret mode.
     """
-    g, n, first = geometry, count(geometry), first_key(geometry)
-    every, shape, numbers, between = pl.ds(0, n), (SOURCES, n), scratch["numbers"], scratch["between"]
+    g, n, first, rows = geometry, count(geometry), first_key(geometry), num_sources(geometry)
+    shape, numbers, between = (TILE_ROWS, n), scratch["numbers"], scratch["between"]
     remains = jnp.where(due, 1.0, numbers[TOTAL]) if has_left else 1.0
     _read_past(numbers, has_left, remains, g)
     _read_drafts(products, has_left, length, numbers, between, g)
@@ -148,18 +158,16 @@ def solve(
     past = load(numbers.at[PAST[0], pl.ds(PAST[1], n)], COLUMNS)
 
     column_token = draft_of(iota(shape, 1, STATE), g)
-    by_source = iota((SOURCES,), 0, VALUES)
+    by_source = iota((TILE_ROWS,), 0, VALUES) & (rows - 1)
     recorded = (by_source < g.window) & (((by_source - ring.start) & (g.window - 1)) < ring.count)
-    weights = load(products, STATE) * along(past, shape, 1)
+    weights = repeated(products, interpret) * along(past, shape, 1)
     if has_left:
         weights = weights * along(load(numbers.at[LEFT], VALUES), shape, 0)
     weights = jnp.where(along(recorded, shape, 0), weights, 0.0)
     if g.delta_rule:
-        reader, beta = iota((n,), 0, COLUMNS), load(numbers.at[BETA, every], COLUMNS)
-        source, is_key, own = iota(shape, 0, STATE), along(reader >= first, shape, 1), g.window + column_token
-        weights = jnp.where(is_key & (source == own), along(beta, shape, 1), weights)
-        answer = source == own + (first_read(g) - first_value(g))
-        weights = jnp.where(is_key & answer, along(past * remains, shape, 1), weights)
+        source, reader = iota(shape, 0, STATE) & (rows - 1), iota(shape, 1, STATE)
+        own = (reader >= first) & (source == reader + (g.window - (n - DRAFTS)))
+        weights = jnp.where(own, 1.0, weights)
 
     weights = jnp.where(column_token < length, weights, 0.0)
     for j in range(g.tokens):
@@ -167,40 +175,40 @@ def solve(
             update = column(weights, first + j)
         else:
             update = jnp.where(by_source == g.window + j, jnp.where(j < length, numbers[BETA, j], 0.0), 0.0)
-        weights = weights + along(update, shape, 0) * along(load(between.at[j], COLUMNS), shape, 1)
+        weights = weights + along(update, shape, 0) * along(load(between.at[first - first_row(g) + j], COLUMNS), shape, 1)
     if g.delta_rule:
-        weights = weights * along(load(numbers.at[K_SCALE, every], COLUMNS), shape, 1)
-    for plane, term in zip(scratch["weights"], split(weights, nearest=True), strict=True):
-        store(plane.T, term)
+        weights = weights * along(load(numbers.at[K_SCALE, pl.ds(0, n)], COLUMNS), shape, 1)
+    for i, term in enumerate(split(weights, nearest=True)):
+        store(scratch["weights"].at[pl.ds(i * n, n)].T, first_rows(term, rows, interpret))
 
 
 def _read_past(numbers: Ref, has_left: bool, remains: Array | float, geometry: Geometry) -> None:
     """Fills in PAST and OF_STATE."""
     g, layout, n = geometry, DRAFTS_BY_READERS.reduce(0), count(geometry)
-    reader = iota((n,), 0, layout)
     past = load(numbers.at[SCALE, pl.ds(0, n)], layout)
     if has_left:
+        reader = iota((n,), 0, layout)  # not elsewhere: layout inference fails on one that nobody uses
         for j in range(g.tokens):
             past = jnp.where(draft_of(reader, g) >= j, past * numbers[GATE, j], past)
     store(numbers.at[PAST[0], pl.ds(PAST[1], n)], past)
-    store(numbers.at[OF_STATE, pl.ds(0, n)], jnp.where(reader < first_key(g), past * remains, 0.0))
+    store(numbers.at[OF_STATE, pl.ds(0, n)], past * remains)
 
 
 def _read_drafts(products: Ref, has_left: bool, length: Array, numbers: Ref, between: Ref, geometry: Geometry) -> None:
     """Weights with which readers draw on the updates of the drafts before them, and queries on their own draft's.
 
-    What lies past the length may be NaN and is selected away.
+    By the drafts' keys, of 16 readers from ``first_row`` on. What lies past the length may be NaN and is selected away.
     """
     g, n, shape, layout = geometry, count(geometry), (DRAFTS, count(geometry)), DRAFTS_BY_READERS
-    j, reader = iota(shape, 0, layout), iota(shape, 1, layout)
+    j, reader = iota(shape, 0, layout) - (first_key(g) - first_row(g)), iota(shape, 1, layout)
     token = draft_of(reader, g)
-    weights = load(products.at[pl.ds(first_draft(g), DRAFTS)], layout)
+    weights = load(products.at[pl.ds(g.window + (0 if g.channel_gate else first_row(g)), DRAFTS)], layout)
     if has_left:
         for i in range(1, g.tokens):
             weights = jnp.where((j < i) & (i <= token), weights * numbers[GATE, i], weights)
     seen = ((token > j) | ((token == j) & (reader < first_key(g)))) & (token < length)
     scale = load(numbers.at[SCALE, pl.ds(0, n)], layout.reduce(0))
-    k_scale = load(numbers.at[K_SCALE, pl.ds(first_key(g), DRAFTS)], layout.reduce(1))
+    k_scale = load(numbers.at[K_SCALE, pl.ds(first_row(g), DRAFTS)], layout.reduce(1))
     store(between, jnp.where(seen, weights * along(scale, shape, 1) * along(k_scale, shape, 0), 0.0))
 
 

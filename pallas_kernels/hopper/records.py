@@ -234,45 +234,34 @@ def keep_rows(buffer: Ref, layout: Any = VALUES) -> None:
     barrier()
 
 
-def sources(ring: Ring, terms: list[Ref] | None) -> list[Array]:
-    """The updates as sums of bfloat16, transposed, dead rows zero. [64, L] each
+def sources(values: Ref, terms: list[Ref] | None, live: Callable[[Any], Array], count: Array, by_row: bool) -> list[Array]:
+    """Values as sums of bfloat16, transposed, dead rows zero. [64, n] each
 
     Args:
-        ring: the records.
-        terms: unless the updates are of bfloat16, memory for the two, which may be theirs. [L, 64] bfloat16 each
+        values: [n, 64], n a multiple of 16
+        terms: unless the values are of bfloat16, memory for the two, which may be theirs. [n, 64] bfloat16 each
+        live: of a layout, which rows are. [n] bool
+        count: how many.
+        by_row: whether the values are stored by row.
     """
     if terms is None:
-        return [keep(load(ring.update.T, STATE), ring.age(COLUMNS) < ring.count, 1)]
-    layout = records_layout(TILE_ROWS)
-    shape = (ring.window, TILE_ROWS)
+        return [keep(load(values.T, STATE), live(COLUMNS), 1)]
+    layout, shape = records_layout(TILE_ROWS), values.shape
 
-    @pl.when(ring.count > 0)
+    @pl.when(count > 0)
     def _():
-        if ring.weight is not None:  # or updates are stored by row
-            keep_rows(ring.update)
-        update = load(ring.update, layout).astype(f32)
-        live = ring.age(layout.reduce(1)) < ring.count
-        _store_terms(jnp.where(along(live, shape, 0), update, 0.0), terms)
+        if by_row:
+            keep_rows(values)
+        x = load(values, layout).astype(f32)
+        x = jnp.where(along(live(layout.reduce(1)), shape, 0), x, 0.0)
+        barrier()  # everybody has read what the terms overwrite
+        for ref, term in zip(terms, split(x), strict=True):
+            store(ref, term)
 
-    @pl.when(ring.count == 0)
+    @pl.when(count == 0)
     def _():
         for ref in terms:
             store(ref, plgpu.layout_cast(jnp.zeros(shape, bf16), layout))
 
     barrier()
     return [load(ref.T, STATE) for ref in terms]
-
-
-def transposed(x: Ref, terms: list[Ref] | None) -> list[Array]:
-    """``sources`` for an array [16 n, 64] without dead rows."""
-    if terms is None:
-        return [load(x.T, STATE)]
-    _store_terms(load(x, records_layout(TILE_ROWS)).astype(f32), terms)
-    barrier()
-    return [load(ref.T, STATE) for ref in terms]
-
-
-def _store_terms(x: Array, terms: list[Ref]) -> None:
-    barrier()  # everybody has read what the terms overwrite
-    for ref, term in zip(terms, split(x), strict=True):
-        store(ref, term)

@@ -101,7 +101,7 @@ def _step(stream: Stream) -> None:
     """The kernel's body for a live row."""
     g, s = stream.g, stream.scratch
     stream.start(s["query"], s["key"])
-    stream.request_inputs(0)
+    stream.request_inputs(0, s["values"])
     plgpu.barrier_wait(s["keys_arrived"])
     layout = records_layout(g.key_dim)
     query, key = (load(s[x].at[0], layout.reduce(0)).astype(f32) for x in ("query", "key"))
@@ -191,7 +191,7 @@ def _answer(stream: Stream, t: Array, product: Array) -> None:
 
     @pl.when(t + 1 < stream.num_tiles)
     def _():
-        stream.request_inputs(t + 1)
+        stream.request_inputs(t + 1, s["values"])
 
 
 def _numbers(stream: Stream, t: Array) -> _Numbers:

@@ -169,18 +169,18 @@ class Stream:
         if self.g.channel_gate:
             plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, h], s["gates"], arrived)
 
-    def request_inputs(self, t: Any) -> None:
-        """Requests the ring's updates and the tokens' values of a tile."""
-        (h, first), s, g, arrived = self.place(t), self.scratch, self.g, self.scratch["inputs_arrived"]
+    def request_inputs(self, t: Any, values: Ref) -> None:
+        """Requests the ring's updates and the tokens' values, [T, 64] of shared memory, of a tile."""
+        (h, first), g, arrived = self.place(t), self.g, self.scratch["inputs_arrived"]
         chunk, interpret = self.call.config.ring_chunk, self.call.interpret
         records.request_updates(self.pool, self.slot, h, first, self.ring, g, chunk, arrived, interpret)
-        values = pl.ds(first, g.tile_rows)
+        tile = pl.ds(first, g.tile_rows)
         if g.tile_rows == TILE_ROWS:
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, values], s["values"].at[pl.ds(0, g.tokens)], arrived)
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, tile], values, arrived)
             return
         for i in range(g.tokens):
-            target = s["values"].at[pl.ds(i, 1), pl.ds(0, g.tile_rows)]
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, pl.ds(i, 1), h, values], target, arrived)
+            row = values.at[pl.ds(i, 1), pl.ds(0, g.tile_rows)]
+            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, pl.ds(i, 1), h, tile], row, arrived)
 
     def each_tile(self, solve: Callable[[Array], None], answer: Callable[[Array], None]) -> None:
         """``solve(head)`` before the first tile of every head, ``answer(t)`` for every tile."""

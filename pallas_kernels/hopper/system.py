@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
@@ -30,12 +29,11 @@ from pallas_kernels.hopper.blocked import (
     terms_of,
 )
 from pallas_kernels.hopper.products import sum_products
+from pallas_kernels.hopper.repeated import first_rows, repeated
 from pallas_kernels.hopper.substitute import substitute
 from pallas_kernels.hopper.tiles import (
     SQUARE,
-    STATE,
     SWIZZLED,
-    TILE_ROWS,
     Array,
     Interpret,
     Ref,
@@ -122,43 +120,10 @@ def _multiply_keys(fold: Fold) -> None:
     def products() -> Iterator[list[Any]]:
         for first in range(0, fold.g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
-            keys = [_repeated(plane.at[:, columns], interpret) for plane in fold.planes]
+            keys = [repeated(plane.at[:, columns], interpret) for plane in fold.planes]
             yield [(x, plane, columns) for x, plane in pairs(keys, fold.planes)]
 
-    store(fold.system, _first_rows(sum_products(products(), window, interpret), window, interpret))
-
-
-def _repeated_layout(rows: int) -> Any:
-    """[rows, 8 n], in every warp or in every other one as ``STATE`` has 16 rows."""
-    warps: tuple[Any, ...] = (plgpu.Replicated(4),) if rows == 16 else (plgpu.Replicated(2), -7)
-    tiling = plgpu.Tiling(((rows, 8), *(((16, 8),) if rows > 16 else ()), (8, 8), (2,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=warps, lane_dims=(-3, -2), vector_dim=-1)
-
-
-def _repeated(rows: Ref, interpret: Interpret) -> Array:
-    """Rows of shared memory over and over. [L, n] -> [64, n]"""
-    shape, layout = (TILE_ROWS, rows.shape[1]), _repeated_layout(rows.shape[0])
-    if interpret is not None:
-        return jnp.tile(rows[...], (TILE_ROWS // rows.shape[0], 1))
-    return _renamed(load(rows, layout), layout, STATE, shape)
-
-
-def _first_rows(x: Array, rows: int, interpret: Interpret) -> Array:
-    """The first rows of an array [64, n] that repeats them."""
-    if interpret is not None:
-        return x[:rows]
-    return _renamed(x, STATE, _repeated_layout(rows), (rows, x.shape[1]))
-
-
-def _renamed(x: Array, layout: Any, target: Any, shape: tuple[int, int]) -> Array:
-    """The same registers as another array."""
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(shape, x.dtype, layout=target))
-    def rename(context: Any, x: Any) -> Any:
-        registers = x.registers.reshape(target.to_mgpu().registers_shape(shape))
-        return fragmented_array.FragmentedArray(_registers=registers, _layout=target.to_mgpu(), _is_signed=None)
-
-    return rename(x)
+    store(fold.system, first_rows(sum_products(products(), window, interpret), window, interpret))
 
 
 def _decay_channels(fold: Fold) -> None:

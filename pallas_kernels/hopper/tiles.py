@@ -199,6 +199,20 @@ def store_columns(rows: Ref, x: Array, interpret: Interpret) -> None:
     put(rows, x)
 
 
+def load_columns(rows: Ref, interpret: Interpret) -> Array:
+    """The reverse of ``store_columns``: rows of shared memory [8 m, 64] as columns in the state's layout. [64, 8 m]"""
+    if interpret is not None:
+        return rows[...].T
+    zeros = plgpu.layout_cast(jnp.zeros(rows.shape[::-1], rows.dtype), STATE)
+    shape = plgpu.ShapeDtypeStruct(zeros.shape, zeros.dtype, layout=STATE)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), STATE), return_type=shape)
+    def get(_: Any, rows: Any, zeros: Any) -> Any:
+        return zeros.foreach(lambda _, place: memref.load(rows, place[::-1]), create_array=True)
+
+    return get(rows, zeros)
+
+
 def barrier() -> None:
     """All threads of the warpgroup see each other's writes to shared memory.
 

@@ -8,13 +8,13 @@ in between,
     u_i = beta_i (v_i - X^k_i - sum_l w^k_il u_l) - sum_{j<i} A_ij u_j
     o_i = X^q_i + sum_l w^q_il u_l + sum_{j<=i} P_ij u_j
 
-is a matrix of weights over the sources (u_l, v_j, X^k_j), which ``readers.solve`` finds. A tile then needs one product with the
-drafts' queries and keys, on the tensor cores, and a rank-1 term per source. Without the delta rule u_i = beta_i v_i.
+is a matrix of weights over the sources (u_l and beta_j (v_j - X^k_j)), which ``readers.solve`` finds. A tile then needs one
+product with the drafts' queries and keys, and one of its sources with the weights, both on the tensor cores. Without the delta
+rule u_i = beta_i v_i.
 
 One warpgroup streams the tiles of a few value heads of one key head; the products of keys and queries are formed once for all.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,18 +23,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
+from pallas_kernels.hopper.combine import combine, multiply
 from pallas_kernels.hopper.launch import best_config, launch
-from pallas_kernels.hopper.products import Product, sum_products
-from pallas_kernels.hopper.readers import DRAFTS, SOURCES
+from pallas_kernels.hopper.readers import DRAFTS
+from pallas_kernels.hopper.repeated import first_rows
 from pallas_kernels.hopper.shared import one_of, swizzled, with_terms
 from pallas_kernels.hopper.stream import Stream, StreamConfig, folds_on_tensor_cores
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     DRAFTS_BY_READERS,
     STATE,
-    SWIZZLED,
     TILE_ROWS,
-    VALUES,
     Array,
     Geometry,
     Interpret,
@@ -42,14 +41,12 @@ from pallas_kernels.hopper.tiles import (
     Ref,
     Rows,
     Tokens,
-    along,
     barrier,
     bf16,
     channels_layout,
     f32,
     iota,
     load,
-    split,
     store,
     store_columns,
 )
@@ -82,19 +79,20 @@ def verify(
 
 def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
-    n = readers.count(g)
+    n, sources = readers.count(g), readers.num_sources(g)
     rows = max(2 * n, 32) if g.channel_gate else n * readers.terms(g)  # mma wants 32 at least
-    weights = [plgpu.SMEM((n, SOURCES), bf16, transforms=swizzled(bf16, DRAFTS)) for _ in range(2)]
-    values, answers = with_terms("values", DRAFTS, g.value_dtype), plgpu.SMEM((n, TILE_ROWS), g.value_dtype)
-    inputs_and_outputs = values | {"answers": answers}
+    values = {"values": plgpu.SMEM((DRAFTS, TILE_ROWS), g.value_dtype)}
+    if not g.delta_rule:
+        values = with_terms("values", DRAFTS, g.value_dtype)
+    inputs_and_outputs = values | {"answers": plgpu.SMEM((-(-g.tokens // 8) * 8, TILE_ROWS), g.value_dtype)}
     buffers: dict[str, Any] = {
-        "numbers": plgpu.SMEM((8, SOURCES), f32),
+        "numbers": plgpu.SMEM((8, TILE_ROWS), f32),
         "planes": plgpu.SMEM((rows, g.key_dim), bf16, transforms=swizzled(bf16)),
     }
     solved = {
-        "products": plgpu.SMEM((SOURCES, n), f32),
+        "products": plgpu.SMEM((sources, n), f32),
         "between": plgpu.SMEM((DRAFTS, n), f32),
-        "weights": weights,
+        "weights": plgpu.SMEM((2 * n, sources), bf16, transforms=swizzled(bf16, DRAFTS)),
     }
     if g.delta_rule:  # without it values are stored as they are
         buffers |= one_of(inputs_and_outputs)
@@ -111,7 +109,7 @@ def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
         return buffers | (one_of({"keys": ring} | stages) if config.heads == 1 else {"keys": ring} | one_of(stages))
     if not g.delta_rule:
         solved |= inputs_and_outputs
-    keys = plgpu.SMEM((SOURCES, g.key_dim), g.record_dtype)  # of the records, and behind them the readers
+    keys = plgpu.SMEM((sources, g.key_dim), g.record_dtype)  # of the records, and behind them the readers
     buffers["ring_arrived"] = plgpu.Barrier(num_arrivals=g.window // config.ring_chunk)
     return buffers | one_of({"keys": keys, "solved": {"ring": ring} | solved})
 
@@ -122,20 +120,18 @@ def _verify(stream: Stream) -> None:
     first, drafts = readers.first_key(g), _drafts(stream)
     stream.start(drafts.at[pl.ds(0, g.tokens)], drafts.at[pl.ds(first, g.tokens)])
     if g.channel_gate:
-        stream.request_inputs(0)
+        _request_first_inputs(stream)
     plgpu.barrier_wait(s["keys_arrived"])
     if g.delta_rule:
         _clear_readers(stream)
     barrier()
     if not g.channel_gate:
         readers.store_planes(drafts, None, None, s["planes"], g)
-        products = _multiply(s["keys"], None, s["planes"], g, stream.call.interpret)
+        products = multiply(s["keys"], None, s["planes"], g, stream.call.interpret)
     keys = stream.load_keys(drafts.at[pl.ds(first, g.tokens)])
     barrier()
     if not g.channel_gate:
         _solve_over_keys(stream, products)
-    for i in range(g.tokens, DRAFTS):
-        store(s["values"].at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), s["values"].dtype), VALUES))
     records.keep_rows(s["products"], COLUMNS)
     stream.append_keys(keys)
     stream.each_tile(lambda head: _solve(stream, head), lambda t: _answer(stream, t))
@@ -144,9 +140,8 @@ def _verify(stream: Stream) -> None:
 def _solve_over_keys(stream: Stream, products: Array) -> None:
     """Puts the products and the first tile's inputs where the keys were, and the records' keys once more if they are folded."""
     s = stream.scratch
-    store(s["products"], products)
-    plgpu.commit_smem()
-    stream.request_inputs(0)
+    store(s["products"], first_rows(products, readers.num_sources(stream.g), stream.call.interpret))
+    _request_first_inputs(stream)
 
     @pl.when(stream.due)
     def _():
@@ -156,10 +151,21 @@ def _solve_over_keys(stream: Stream, products: Array) -> None:
             records.keep_rows(s["ring"], channels_layout(stream.g.key_dim))
 
 
+def _request_first_inputs(stream: Stream) -> None:
+    records.keep_rows(stream.scratch["values"])
+    plgpu.commit_smem()
+    _request_inputs(stream, 0)
+
+
+def _request_inputs(stream: Stream, t: Any) -> None:
+    g = stream.g
+    stream.request_inputs(t, stream.scratch["values"].at[pl.ds(readers.first_draft(g), g.tokens)])
+
+
 def _drafts(stream: Stream) -> Ref:
     """The drafts' queries and keys as they came."""
     g, s = stream.g, stream.scratch
-    return s["readers"] if g.channel_gate else s["keys"].at[pl.ds(g.window, SOURCES - g.window)]
+    return s["readers"] if g.channel_gate else s["keys"].at[pl.ds(g.window, readers.num_sources(g) - g.window)]
 
 
 def _clear_readers(stream: Stream) -> None:
@@ -183,11 +189,12 @@ def _solve(stream: Stream, head: Array) -> None:
         _decay_channels(stream, h)
     else:
         left, total = records.decay_heads(stream.ring)
-        ring_rows = pl.ds(0, g.window)
-        store(s["numbers"].at[readers.LEFT, ring_rows], left)
+        for first in range(0, TILE_ROWS, readers.num_sources(g)):
+            store(s["numbers"].at[readers.LEFT, pl.ds(first, g.window)], left)
         store(s["numbers"].at[readers.TOTAL[0], pl.ds(readers.TOTAL[1], g.window)], total)
     barrier()
-    readers.solve(stream.present, s["products"], not g.channel_gate, stream.due, stream.length, s, g)
+    interpret = stream.call.interpret
+    readers.solve(stream.present, s["products"], not g.channel_gate, stream.due, stream.length, s, g, interpret)
     plgpu.commit_smem()  # the tensor cores read the weights
     stream.append_numbers(h)
 
@@ -230,20 +237,19 @@ def _answer(stream: Stream, t: Array) -> None:
     else:
         stream.fold_if_due(t, s["numbers"].at[readers.LEFT], s["numbers"][readers.TOTAL])
     remains = s["total"].at[1] if g.channel_gate else None
-    reads = _multiply(s["tile"], remains, s["planes"], g, stream.call.interpret)
+    reads = multiply(s["tile"], remains, s["planes"], g, stream.call.interpret)
     stream.tile_done(t)
-    answers = _combine(stream, reads)
+    answers = combine(stream, reads)
     barrier()
-    live, first = iota(answers.shape, 1, STATE) < stream.length, readers.first_key(g)
-    outputs = jnp.where(live, answers, 0.0)
+    outputs = answers[:, : s["answers"].shape[0]]
+    outputs = jnp.where(iota(outputs.shape, 1, STATE) < stream.length, outputs, 0.0)
     if jnp.dtype(g.value_dtype).itemsize == 2:
         store(s["answers"].T, outputs.astype(g.value_dtype))
     else:
         store_columns(s["answers"], outputs, stream.call.interpret)
     if g.delta_rule:
-        last = answers.shape[1] - DRAFTS
+        last, first = answers.shape[1] - DRAFTS, readers.first_draft(g)
         store_columns(s["updates"].at[pl.ds(0, DRAFTS)], answers[:, last:], stream.call.interpret)
-        first -= last
         together = s["updates"].at[pl.ds(first, g.tokens)] if g.tile_rows == TILE_ROWS else None
         stream.store(t, lambda i: s["updates"].at[pl.ds(first + i, 1), stored], together)
     else:
@@ -254,58 +260,4 @@ def _answer(stream: Stream, t: Array) -> None:
 
     @pl.when(t + 1 < stream.num_tiles)
     def _():
-        stream.request_inputs(t + 1)
-
-
-def _combine(stream: Stream, reads: Array) -> Array:
-    """Outputs and updates of one tile, [64, N]: the weighted sum of what the state answers, the records and the values."""
-    g, s, n = stream.g, stream.scratch, readers.count(stream.g)
-    values = s["values"]
-
-    @pl.when(stream.length < g.tokens)
-    def _():
-        def clear(i: Array, carry: None) -> None:
-            store(values.at[i], plgpu.layout_cast(jnp.zeros((TILE_ROWS,), values.dtype), VALUES))
-
-        lax.fori_loop(stream.length, g.tokens, clear, None)
-        barrier()
-
-    weights, interpret = s["weights"], stream.call.interpret
-    sources = [(0, records.sources(stream.present, s.get("updates_terms")))]
-    sources.append((readers.first_value(g), records.transposed(values, s.get("values_terms"))))
-    if g.delta_rule:
-        sources.append((g.window + DRAFTS, list(split(reads[:, n - DRAFTS : n]))))
-    products = []
-    for first, terms in sources:
-        for at in range(0, terms[0].shape[1], DRAFTS):
-            columns = pl.ds(first + at, DRAFTS)
-            high, *low = (term[:, at : at + DRAFTS] for term in terms)
-            pairs = [(high, weights[0]), (high, weights[1]), *((x, weights[0]) for x in low)]
-            products.append([(x, plane, columns) for x, plane in pairs])
-    of_state = load(s["numbers"].at[readers.OF_STATE, pl.ds(0, n)], COLUMNS)
-    return reads * along(of_state, reads.shape, 1) + sum_products(products, n, interpret)
-
-
-def _multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpret: Interpret) -> Array:
-    """A tile of the state, or what remains of each channel [K] of it, or 64 keys, times the readers, [64, N] float32.
-
-    Both are cut into bfloat16 terms, the product of the smaller ones is left out.
-    """
-
-    def terms(columns: Any) -> list[tuple[Array, Ref]]:
-        state = load(tile.at[:, columns], STATE)
-        if remains is not None:
-            state = state.astype(f32) * along(load(remains.at[columns], COLUMNS), state.shape, 1)
-        if state.dtype == bf16:
-            return [(state, plane) for plane in of_readers]
-        high, low = split(state.astype(f32))
-        return [(high, of_readers[0]), (low, of_readers[0]), *((high, plane) for plane in of_readers[1:])]
-
-    def products() -> Iterator[list[Product]]:
-        for first in range(0, g.key_dim, SWIZZLED):
-            columns = pl.ds(first, SWIZZLED)
-            yield [(x, plane, columns) for x, plane in terms(columns)]
-
-    n = readers.count(g)
-    of_readers = [planes.at[pl.ds(i * n, n)] for i in range(readers.terms(g))]
-    return sum_products(products(), n, interpret)
+        _request_inputs(stream, t + 1)
