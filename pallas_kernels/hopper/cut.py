@@ -62,11 +62,10 @@ def best_read_config(g: Geometry) -> ReadConfig:
 
 def _with_heads(g: Geometry, heads: int) -> ReadConfig:
     if not reads_codes(g):
-        # a third piece is worth more than more heads that share a key head, as measured; without the delta rule it is not
-        whole = g.readout == "checkpoint" and g.checkpoint_dtype == f32
-        return ReadConfig(
-            heads, pieces=3 if g.tokens > 1 and g.delta_rule and whole else 2, columns=64 if g.tokens == 1 else 32
-        )
+        # a third piece is worth more than more heads that share a key head, as measured, but only with what comes late and
+        # the delta rule
+        three = g.tokens > 1 and g.delta_rule and reads_float32(g) and sources_come_late(g)
+        return ReadConfig(heads, pieces=3 if three else 2, columns=64 if g.tokens == 1 else 32)
     codes = g.value_dim * g.key_dim // (2 if g.readout == "nvfp4" else 1)
     return ReadConfig(heads, stages=2 if g.tokens == 1 and heads > 2 and codes <= 8192 else 1)
 
@@ -108,8 +107,17 @@ def reads_codes(g: Geometry) -> bool:
 
 
 def sources_come_late(g: Geometry) -> bool:
-    """Whether values take the place of what queries are taken back through: where reading the state takes its time."""
-    return g.tokens > 1 or not reads_codes(g)
+    """Whether values take the place of what queries are taken back through: where reading the state takes its time.
+
+    They had better come early, as measured, where neither way another warpgroup finds room on a multiprocessor: a float32
+    state of a channel gate with 32 records and some tokens.
+    """
+    crowded = g.channel_gate and g.window == 32 and 1 < g.tokens <= 12 and reads_float32(g)
+    return (g.tokens > 1 or not reads_codes(g)) and not crowded
+
+
+def reads_float32(g: Geometry) -> bool:
+    return g.readout == "checkpoint" and g.checkpoint_dtype == f32
 
 
 def takes_digits(g: Geometry) -> bool:
