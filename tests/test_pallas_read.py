@@ -6,6 +6,7 @@ import importlib
 import numpy as np
 import pytest
 
+from pallas_kernels.hopper import heads
 from tests.cases import Case
 from tests.compare import same_bits
 from tests.kernel_runs import INTERPRET
@@ -43,6 +44,15 @@ def test_verify(case, rng, no_races, monkeypatch):
     # as if there were few, so that the value heads of a key head share a warpgroup
     monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.cut"), "_MULTIPROCESSORS", 1)
     assert_read_is_right(case, rng, case.max_draft, 2e-5, INTERPRET)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.id == "kda-2-raw"], ids=lambda case: case.id)
+def test_a_block_that_folds_and_answers_several_heads(case, rng, no_races, monkeypatch):
+    """One after the other, with all that takes the place of something else: readers of keys, values of queries."""
+    monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
+    monkeypatch.setattr(heads, "side_by_side", lambda g, answers: 1)
+    monkeypatch.setattr(heads, "shares_keys", lambda g, answers: True)
+    assert_read_is_right(dataclasses.replace(case, dims=(128, 64)), rng, case.max_draft, 2e-5, INTERPRET)
 
 
 # the refresh kernel's own tests compare more formats

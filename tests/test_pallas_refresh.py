@@ -53,8 +53,9 @@ def test_refresh(case, rng, no_races):
 
 
 @pytest.mark.parametrize("gate", ["channel", pytest.param("head", marks=pytest.mark.long)])
-def test_a_window_of_32(gate, rng, no_races):
-    """In which readers of a channel gate take the place of keys and decays."""
+def test_a_window_of_32(gate, rng, no_races, monkeypatch):
+    """With readers of a channel gate that take the place of keys and decays, as where memory is short."""
+    monkeypatch.setattr(heads, "shares_keys", lambda g, answers: gate == "channel")
     case = _case(gate, (2, 1), (16, 32), True, gate, "checkpoint", window=32, activations="bfloat16")
     assert_refresh_is_right(make_state(case, rng, [23, 32, 5, 17, 0]), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 
@@ -73,7 +74,7 @@ def test_a_window_of_32(gate, rng, no_races):
 def test_a_block_that_serves_several_heads(case, readout, held, rng, no_races, monkeypatch):
     """One after the other in the same shared memory, which also holds one tile at a time where it need not hold them all."""
     monkeypatch.setattr(importlib.import_module("pallas_kernels.hopper.refresh"), "_MULTIPROCESSORS", 1)
-    monkeypatch.setattr(heads, "_held", lambda g, answers: held)
+    monkeypatch.setattr(heads, "_held", lambda g, answers, shares: held)
     case = dataclasses.replace(case, heads=(2, 1), readout=readout)
     assert_refresh_is_right(make_state(case, rng, COUNTS), SLOTS, LENGTHS, False, 2e-6, INTERPRET)
 

@@ -80,24 +80,33 @@ class Folded(Answers):
         heads, key_heads = pl.ds(self.first_head, 1), pl.ds(self.key_head, 1)
         plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived)
         plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, self.first_head], s["values"].at[0, pl.ds(0, g.tokens)], arrived)
         if g.channel_gate:
             plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived)
 
     def prepare(self) -> None:
-        """Records the tokens and takes their queries back."""
+        """Records the tokens but for their values, which it requests, and takes their queries back."""
         self.store_numbers()
         plgpu.barrier_wait(self.s["start_arrived"])
         barrier()
         self.append()
         take_back(self)
-        barrier()
+        barrier()  # everybody has read what the values overwrite
+        values = self.s["values"].at[0, pl.ds(0, self.g.tokens)]
+        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, self.first_head], values, self.s["values_arrived"])
+
+    def finish(self) -> None:
+        """Records the tokens' values, after the last tile."""
         self.record_values(self.first_head, jnp.int32(0))
 
     def answer(self, tile: Ref, t: Any, in_flight: int) -> None:
         """Answers from a tile [64, K] of the checkpoint, the t-th."""
         values = pl.ds(t * TILE_ROWS, TILE_ROWS)
         answers = self.sum_products(self._products(tile), 0)
+
+        @pl.when(t == 0)
+        def _() -> None:
+            plgpu.barrier_wait(self.s["values_arrived"])
+
         of_tokens = self.s["values"].at[0, :, values]
         weights = weigh.weights_of_tokens(self)
         if weights is None:

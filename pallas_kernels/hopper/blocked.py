@@ -66,6 +66,7 @@ class Fold:
     system: Ref  # A and its inverse, [L, L] float32
     inverse: Ref  # diag(F) (I + A)^-1 as terms, one below the other: [3 L, L] bfloat16
     numbers: Ref  # [8, 32 or 64] float32
+    shares_keys: bool  # whether keys and decays, once dealt with, leave their place to readers
     g: Geometry
     interpret: Interpret
 
@@ -90,12 +91,7 @@ def takes_keys(g: Geometry) -> bool:
     return g.record_dtype == bf16 and not g.channel_gate
 
 
-def shares_keys(g: Geometry) -> bool:
-    """Whether keys and decays, once dealt with, leave their place to readers, which makes room for another block."""
-    return g.channel_gate and g.delta_rule and g.window == 32
-
-
-def scratch(g: Geometry) -> dict[str, Any]:
+def scratch(g: Geometry, shares_keys: bool) -> dict[str, Any]:
     """Shared memory of a value head."""
     plane = plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16, _RECORDS))
     width = TILE_ROWS if g.readout in ("fp8_e4m3", "nvfp4") else 32  # a copy to a row wants it to begin at 128 bytes
@@ -114,7 +110,7 @@ def scratch(g: Geometry) -> dict[str, Any]:
     fours, total = plgpu.SMEM((g.window + g.window // 4 + 3, g.key_dim), f32), plgpu.SMEM((g.key_dim,), f32)
     if g.delta_rule:
         readers = {"readers": [plane] * _TERMS}
-        arriving = one_of({"arriving": arriving} | readers) if shares_keys(g) else arriving | readers
+        arriving = one_of({"arriving": arriving} | readers) if shares_keys else arriving | readers
     return arriving | one_of({"fours": fours} | planes) | numbers | {"total": total}
 
 

@@ -174,8 +174,16 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
 def answering_scratch(g: Geometry) -> dict[str, Any]:
     """Shared memory with which a head is answered whose records have just been folded, and whose tiles are at hand."""
     config = ReadConfig(heads=1)
-    arrived = plgpu.Barrier(num_arrivals=3 + g.channel_gate)
-    return {**_of_tokens(g, config), **_met(g, config, many=True), "start_arrived": arrived}
+    asked, met = _of_tokens(g, config), _met(g, config, many=True)
+    first = {name: asked.pop(name) for name in ("vectors", "gates") if name in asked}
+    then = {name: met.pop(name) for name in ("values", "answers")}
+    return {
+        **asked,
+        **met,
+        **one_of({"first": first, "then": then}),
+        "start_arrived": plgpu.Barrier(num_arrivals=2 + g.channel_gate),
+        "values_arrived": plgpu.Barrier(),
+    }
 
 
 def _of_tokens(g: Geometry, config: ReadConfig) -> dict[str, Any]:

@@ -122,20 +122,22 @@ class Buffers:
             self.system,
             self.inverse,
             self.numbers,
+            shares_keys(g, self.answering is not None),
             g,
             interpret,
         )
 
 
-def scratch_of(g: Geometry, answers: bool, held: int | None = None) -> dict[str, Any]:
-    """Shared memory of a block, for ``held`` tiles at a time."""
-    held = _held(g, answers) if held is None else held
+def scratch_of(g: Geometry, answers: bool, held: int | None = None, shares: bool | None = None) -> dict[str, Any]:
+    """Shared memory of a block, for ``held`` tiles at a time, with keys that leave their place to readers if it ``shares``."""
+    shares = shares_keys(g, answers) if shares is None else shares
+    held = _held(g, answers, shares) if held is None else held
     dtype, chunks = jnp.dtype("uint16" if g.halved else g.checkpoint_dtype), g.window // RING_CHUNK
     tile = (2, TILE_ROWS, g.key_dim) if g.halved else (TILE_ROWS, g.key_dim)
     return {
         "tiles": plgpu.SMEM((held, *tile), dtype, transforms=swizzled(dtype)),
         "updates": plgpu.SMEM((g.window, TILE_ROWS), g.update_dtype),
-        **blocked.scratch(g),
+        **blocked.scratch(g, shares),
         **copies.scratch(g, held),
         "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
         "tile_arrived": plgpu.Barrier(num_arrivals=1 + g.halved, num_barriers=held),
@@ -146,12 +148,24 @@ def scratch_of(g: Geometry, answers: bool, held: int | None = None) -> dict[str,
 
 def side_by_side(g: Geometry, answers: bool) -> int:
     """Blocks for whose registers a multiprocessor has room, as compiled for Hopper."""
-    return 3 if g.channel_gate or (g.delta_rule and answers and g.tokens == 1) else 4
+    if g.channel_gate:
+        return 2 if g.readout == "fp8_e4m3" else 3
+    return 3 if g.delta_rule and answers and g.tokens == 1 else 4
 
 
-def blocks_at_once(g: Geometry, answers: bool, held: int | None = None) -> int:
+def blocks_at_once(g: Geometry, answers: bool, held: int | None = None, shares: bool | None = None) -> int:
     """Blocks that a multiprocessor has room for."""
-    return min(side_by_side(g, answers), _MULTIPROCESSOR_KB // (shared_kb(g, answers, held) + 1))
+    return min(side_by_side(g, answers), _MULTIPROCESSOR_KB // (shared_kb(g, answers, held, shares) + 1))
+
+
+def shares_keys(g: Geometry, answers: bool) -> bool:
+    """Whether keys and decays, once dealt with, leave their place to readers: where that makes room for another block.
+
+    The following head's are then requested later.
+    """
+    if not (g.channel_gate and g.delta_rule):
+        return False
+    return blocks_at_once(g, answers, shares=True) > blocks_at_once(g, answers, shares=False)
 
 
 def answers_folded(g: Geometry) -> bool:
@@ -165,15 +179,15 @@ def answers_folded(g: Geometry) -> bool:
     return blocks_at_once(g, True) >= min(2, blocks_at_once(g, False))
 
 
-def _held(g: Geometry, answers: bool) -> int:
+def _held(g: Geometry, answers: bool, shares: bool) -> int:
     """Tiles that a block holds: all of a head, which nvfp4 needs, and others where that costs no other block its room."""
-    one, every = (blocks_at_once(g, answers, held) for held in (1, g.tiles))
+    one, every = (blocks_at_once(g, answers, held, shares) for held in (1, g.tiles))
     return g.tiles if g.readout == "nvfp4" or one <= every else 1
 
 
-def shared_kb(g: Geometry, answers: bool, held: int | None = None) -> int:
+def shared_kb(g: Geometry, answers: bool, held: int | None = None, shares: bool | None = None) -> int:
     """Shared memory of a block in KB."""
-    return kilobytes(scratch_of(g, answers, held), reductions=False)
+    return kilobytes(scratch_of(g, answers, held, shares), reductions=False)
 
 
 def request_head(call: Call, buffers: Buffers, head: Head) -> None:

@@ -166,7 +166,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
         answers.request()
     plgpu.barrier_wait(buffers.head_arrived)
     system.prepare(fold)
-    if not (blocked.takes_keys(g) or blocked.shares_keys(g)):
+    if not (blocked.takes_keys(g) or fold.shares_keys):
         request_head()
     if answers is not None:
         answers.prepare()
@@ -196,7 +196,7 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
             return copies.see(seen, piece.astype(f32)) if g.readout in ("fp8_e4m3", "nvfp4") else seen
 
         weights = blocked.weigh(fold, tile, values)
-        if blocked.shares_keys(g):
+        if fold.shares_keys:
             barrier()  # everybody has read what the following head's keys and decays overwrite
 
             @pl.when(t + 1 == g.tiles)
@@ -218,6 +218,8 @@ def _refresh_head(call: Call, buffers: Buffers, head: Head, following: Head, mor
         return seen if g.readout == "nvfp4" else copies.nothing_seen()
 
     seen = lax.fori_loop(0, g.tiles, one_tile, copies.nothing_seen())
+    if answers is not None:
+        answers.finish()
     if blocked.takes_keys(g):
         request_head()
     if g.readout == "nvfp4":

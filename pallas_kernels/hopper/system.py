@@ -25,7 +25,6 @@ from pallas_kernels.hopper.blocked import (
     WEIGHTS,
     Fold,
     pairs,
-    shares_keys,
     terms_of,
 )
 from pallas_kernels.hopper.products import sum_products
@@ -152,7 +151,7 @@ def _decay_channels(fold: Fold) -> None:
         store(plane, term)
     if g.delta_rule:
         keys = jnp.where(along(live, shape, 0), load(fold.decays, SQUARE), 0.0)
-        if shares_keys(g):
+        if fold.shares_keys:
             barrier()  # everybody has read what the readers overwrite
         for plane, term in zip(fold.readers, split_exactly(keys), strict=True):
             store(plane, term)
