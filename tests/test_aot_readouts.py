@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.hopper import cut
+from pallas_kernels.hopper import cut, heads
 from replayssm_jax import replay_pallas
 from tests.aot_runs import (
     LAYERS,
@@ -28,7 +28,7 @@ pytestmark = needs_compiler
 READS = (
     ("gdn", "nvfp4", 1, 16, 5, 3),
     ("gdn", "raw", 5, 16, 4, 4),
-    ("kda", "raw", 5, 16, 4, 2),
+    ("kda", "raw", 5, 16, 4, 3),
     ("mamba2", "fp8_e4m3", 1, 16, 5, 4),
     ("kda", "bf16", 1, 16, 3, 2),
     ("gdn", "fp8_e4m3", 5, 16, 3, 2),
@@ -87,6 +87,9 @@ def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, window, re
     assert sum(kernel.spilled for kernel in found.values()) == 0
     assert found["replay_read"].warpgroups >= reads
     assert found["replay_refresh"].warpgroups >= refreshes
+    g = replay_pallas._geometry(*arguments)
+    started = heads.blocks_at_once(g, heads.answers_folded(g))
+    assert found["replay_refresh"].warpgroups >= started, "blocks of a persistent grid that wait for others to end"
     check_in_place(compiled, arguments[0])
     if form == "raw":
         return

@@ -1,5 +1,6 @@
 """What becomes of a tile's products with the queries: answers of T tokens, records and tokens added, on their way out."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -71,8 +72,12 @@ class Answers(Place):
         lax.fori_loop(0, self.length, record, None)
 
 
+@dataclasses.dataclass
 class Folded(Answers):
     """Answers of one value head of a row whose records are folded: from tiles in shared memory, and from the tokens alone."""
+
+    folded: bool = True
+    values_late: bool = False  # whether values take the place of what queries are taken back through
 
     def request(self) -> None:
         """Starts copying what is known of the tokens."""
@@ -82,17 +87,23 @@ class Folded(Answers):
         plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived)
         if g.channel_gate:
             plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived)
+        if not self.values_late:
+            self._request_values()
+
+    def _request_values(self) -> None:
+        values = self.s["values"].at[0, pl.ds(0, self.g.tokens)]
+        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, self.first_head], values, self.s["values_arrived"])
 
     def prepare(self) -> None:
-        """Records the tokens but for their values, which it requests, and takes their queries back."""
+        """Records the tokens but for their values, and takes their queries back."""
         self.store_numbers()
         plgpu.barrier_wait(self.s["start_arrived"])
         barrier()
         self.append()
         take_back(self)
-        barrier()  # everybody has read what the values overwrite
-        values = self.s["values"].at[0, pl.ds(0, self.g.tokens)]
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, self.first_head], values, self.s["values_arrived"])
+        barrier()
+        if self.values_late:  # everybody has read what they overwrite
+            self._request_values()
 
     def finish(self) -> None:
         """Records the tokens' values, after the last tile."""

@@ -171,19 +171,18 @@ def scratch_of(g: Geometry, config: ReadConfig) -> dict[str, Any]:
     return scratch
 
 
-def answering_scratch(g: Geometry) -> dict[str, Any]:
-    """Shared memory with which a head is answered whose records have just been folded, and whose tiles are at hand."""
+def answering_scratch(g: Geometry, values_late: bool) -> dict[str, Any]:
+    """Shared memory with which a head is answered whose records have just been folded, and whose tiles are at hand.
+
+    With ``values_late`` the tokens' values and answers take the place of their queries, keys and gates.
+    """
     config = ReadConfig(heads=1)
-    asked, met = _of_tokens(g, config), _met(g, config, many=True)
-    first = {name: asked.pop(name) for name in ("vectors", "gates") if name in asked}
-    then = {name: met.pop(name) for name in ("values", "answers")}
-    return {
-        **asked,
-        **met,
-        **one_of({"first": first, "then": then}),
-        "start_arrived": plgpu.Barrier(num_arrivals=2 + g.channel_gate),
-        "values_arrived": plgpu.Barrier(),
-    }
+    scratch = _of_tokens(g, config) | _met(g, config, many=True)
+    if values_late:
+        vectors = {name: scratch.pop(name) for name in ("vectors", "gates") if name in scratch}
+        scratch |= one_of({"vectors": vectors, "values": {name: scratch.pop(name) for name in ("values", "answers")}})
+    arrived = {"start_arrived": plgpu.Barrier(num_arrivals=2 + g.channel_gate), "values_arrived": plgpu.Barrier()}
+    return scratch | arrived
 
 
 def _of_tokens(g: Geometry, config: ReadConfig) -> dict[str, Any]:

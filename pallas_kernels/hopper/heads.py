@@ -101,7 +101,7 @@ class Buffers:
             head.h,
             head.slot,
             call.rows.lengths[head.row],
-            folded=True,
+            values_late=shares_keys(call.g, True),
         )
 
     def ring(self, head: Head, g: Geometry) -> Ring:
@@ -142,7 +142,7 @@ def scratch_of(g: Geometry, answers: bool, held: int | None = None, shares: bool
         "head_arrived": plgpu.Barrier(num_arrivals=chunks + (chunks if g.channel_gate else 1) + 1 + g.delta_rule),
         "tile_arrived": plgpu.Barrier(num_arrivals=1 + g.halved, num_barriers=held),
         "updates_arrived": plgpu.Barrier(num_arrivals=chunks if g.tile_rows == TILE_ROWS else g.window),
-        **({"answering": answering_scratch(g)} if answers else {}),
+        **({"answering": answering_scratch(g, values_late=shares)} if answers else {}),
     }
 
 
@@ -161,7 +161,7 @@ def blocks_at_once(g: Geometry, answers: bool, held: int | None = None, shares: 
 def shares_keys(g: Geometry, answers: bool) -> bool:
     """Whether keys and decays, once dealt with, leave their place to readers: where that makes room for another block.
 
-    The following head's are then requested later.
+    The following head's are then requested later, and the tokens' values when queries and gates have left theirs.
     """
     if not (g.channel_gate and g.delta_rule):
         return False
