@@ -1,7 +1,7 @@
 """Measures KL divergence against a float32 checkpoint by position, for every variant, and writes and draws it.
 
     python -m benchmarks.fidelity --out=benchmarks/results/fidelity_h200.json [--families=gdn,mamba2,kda] [--tokens=131072]
-        [--sequences=4] [--generated=16384] [--weights=.runs/fidelity] [--dtype=float32]
+        [--sequences=4] [--texts=held_out,generated] [--generated=16384] [--weights=.runs/fidelity] [--dtype=float32]
 
 Weights come from ``benchmarks.fidelity.train``. Activations are float32 unless --dtype says otherwise, so that what is seen is
 the state's rounding and not an activation's. The figure lies beside --out. ``plot`` puts the results of several runs together.
@@ -68,11 +68,12 @@ def measure_family(family: str, chosen: list[Variant], options: argparse.Namespa
         compiled = dict(zip((BASE, *chosen), runs, strict=True))
     done(f"{len(compiled)} variants compiled")
     read = measure.take_sequences(held_out, options.sequences, options.tokens)
-    for name in ("held_out", "generated") if options.generated else ("held_out",):
+    for name in options.texts.split(","):
         tokens = read
         if name == "generated":
             prompts = read[:, : measure.PROMPT]
-            tokens = measure.generate(model, prompts, options.generated - prompts.shape[1], seed=0)
+            count = options.generated - prompts.shape[1]
+            tokens = measure.generate(model, prompts, count, seed=0, piece=options.piece, done=done)
         done(f"{name}: {tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens")
         for variant, kl, other in measure.compare(model, compiled, tokens, options.piece, options.drafts, done):
             yield entry(family, name, variant, kl, other, options)
@@ -106,7 +107,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text", type=pathlib.Path, default=pathlib.Path(".data/kjv.txt"))
     parser.add_argument("--held_out", type=float, default=0.15, help="share of the text, as in training")
     parser.add_argument("--tokens", type=int, default=131072, help="of a held-out sequence")
-    parser.add_argument("--generated", type=int, default=16384, help="of a generated sequence, its prompt included; 0 for none")
+    parser.add_argument("--generated", type=int, default=16384, help="of a generated sequence, its prompt included")
+    parser.add_argument("--texts", default="held_out,generated", help="what is read, in this order")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--drafts", type=int, default=16, help="tokens of a verify; a checkpoint is rounded after as many")
     parser.add_argument("--piece", type=int, default=4096, help="tokens of a compiled loop")
@@ -118,6 +120,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("tokens", "generated"):
         if getattr(options, name) % options.piece or getattr(options, name) % options.bin:
             parser.error(f"--{name}={getattr(options, name)} must be a multiple of --piece and --bin")
+    if unknown := set(options.texts.split(",")) - {"held_out", "generated"}:
+        parser.error(f"--texts names {', '.join(sorted(unknown))}; there are held_out and generated")
     if options.piece % options.drafts:
         parser.error(f"--piece={options.piece} must be a multiple of --drafts={options.drafts}")
     return options

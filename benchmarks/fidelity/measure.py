@@ -7,6 +7,7 @@ by itself, token by token, after a prompt of held-out text; every variant is the
 between predictions of the same next token only.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -102,15 +103,22 @@ def compare(
         yield variant.name, kl, other
 
 
-def generate(model: Decoder, prompts: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Prompts [B, P] and ``count`` tokens sampled behind each, with a float32 checkpoint. [B, P + count] int32"""
+def generate(model: Decoder, prompts: np.ndarray, count: int, seed: int, piece: int, done: Callable[[str], None]) -> np.ndarray:
+    """Prompts [B, P] and ``count`` tokens sampled behind each, ``piece`` at a time, with a float32 checkpoint.
+
+    Returns:
+        [B, P + count] int32
+    """
     graph, weights = nnx.split(model)
     policy = ReplayPolicy(window=16, record_dtype=model.dtype)
 
     @jax.jit
-    def run(weights: Any, cache: ModelCache, prompts: Array, key: Array) -> Array:
+    def read(weights: Any, cache: ModelCache, prompts: Array) -> tuple[ModelCache, Array]:
+        return nnx.merge(graph, weights).prefill(cache, prompts)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def write(weights: Any, carry: tuple[ModelCache, Array], keys: Array) -> tuple[tuple[ModelCache, Array], Array]:
         model = nnx.merge(graph, weights)
-        cache, logits = model.prefill(cache, prompts)
 
         def body(carry: tuple[ModelCache, Array], key: Array) -> tuple[tuple[ModelCache, Array], Array]:
             cache, logits = carry
@@ -118,8 +126,14 @@ def generate(model: Decoder, prompts: np.ndarray, count: int, seed: int) -> np.n
             cache, logits = model.verify(cache, token[:, None])
             return (model.commit(cache, 1), logits[:, 0]), token
 
-        return jax.lax.scan(body, (cache, logits), jax.random.split(key, count))[1]
+        return jax.lax.scan(body, carry, keys)
 
-    cache = model.init_cache(prompts.shape[0], 1, policy)
-    tokens = run(weights, cache, jnp.asarray(prompts), jax.random.key(seed))
-    return np.concatenate([prompts, np.asarray(tokens).T], axis=1)
+    carry = read(weights, model.init_cache(prompts.shape[0], 1, policy), jnp.asarray(prompts))
+    keys = jax.random.split(jax.random.key(seed), (-(-count // piece), piece))
+    pieces = [prompts]
+    for number in range(len(keys)):
+        carry, tokens = write(weights, carry, keys[number])
+        pieces.append(np.asarray(tokens).T)
+        if (number + 1) % max(1, len(keys) // 4) == 0:
+            done(f"{(number + 1) * piece:,} tokens written")
+    return np.concatenate(pieces, axis=1)[:, : prompts.shape[1] + count]
