@@ -102,5 +102,10 @@ def assert_flush_is_right(case: Case, rng: np.random.Generator, tolerance: float
         assert same_bits(state.checkpoint[slot], after.checkpoint[slot]), f"slot {slot} changed"
 
 
+def verify_tolerance(case: Case) -> float:
+    """Relative error of a verify before its results are rounded: that of its bfloat16 terms, two, or of float32 three."""
+    return 2e-6 if case.activations == "float32" else 2e-5
+
+
 def with_drafts(case: Case, tokens: int) -> Case:
     return dataclasses.replace(case, max_draft=tokens)

@@ -4,7 +4,7 @@ See ``verify.py`` for the equations, ``readers.py`` for the weights.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from pallas_kernels.hopper.tiles import (
     load,
     load_columns,
     split,
+    split_exactly,
+    split_in,
 )
 
 
@@ -41,13 +43,13 @@ def combine(stream: Stream, reads: Array) -> Array:
     recorded = records.sources(
         ring.update, s.get("updates_terms"), lambda x: ring.age(x) < ring.count, ring.count, not g.delta_rule
     )
-    high, low = (s["weights"].at[pl.ds(i * n, n)] for i in range(2))
+    weights = [s["weights"].at[pl.ds(i * n, n)] for i in range(g.terms)]
     products = []
     for first, terms in ((0, recorded), (g.window, _drafts_sources(stream, reads))):
         for at in range(0, terms[0].shape[1], DRAFTS):
             columns = pl.ds(first + at, DRAFTS)
-            x, *rest = (term[:, at : at + DRAFTS] for term in terms)
-            products.append([(x, high, columns), (x, low, columns), *((y, high, columns) for y in rest)])
+            pieces = [term[:, at : at + DRAFTS] for term in terms]
+            products.append([(x, plane, columns) for x, plane in _pairs(pieces, weights, g)])
     is_query = iota((n,), 0, COLUMNS) < readers.first_key(g)
     return jnp.where(along(is_query, reads.shape, 1), reads, 0.0) + sum_products(products, n, stream.call.interpret)
 
@@ -62,13 +64,18 @@ def _drafts_sources(stream: Stream, reads: Array) -> list[Array]:
     beta = along(load(s["numbers"].at[readers.BETA, pl.ds(n - DRAFTS, DRAFTS)], COLUMNS), shape, 1)
     seen = along(_live_drafts(readers.first_draft(g), length, COLUMNS), shape, 1)
     sources = load_columns(s["values"], stream.call.interpret).astype(f32) * beta + reads[:, n - DRAFTS :]
-    return list(split(jnp.where(seen, sources, 0.0), nearest=True))
+    return list(split_in(jnp.where(seen, sources, 0.0), g.terms))
 
 
 def _live_drafts(first: int, length: Array, layout: Any) -> Array:
     """Which of 16 are drafts of the row, the first of them ``first``. [16] bool"""
     draft = iota((DRAFTS,), 0, layout) - first
     return (draft >= 0) & (draft < length)
+
+
+def _pairs(terms: Sequence[Array], planes: list[Ref], g: Geometry) -> list[tuple[Array, Ref]]:
+    """Terms and planes whose product counts: all but those of the smaller ones."""
+    return [(x, plane) for i, x in enumerate(terms) for j, plane in enumerate(planes) if i + j < g.terms]
 
 
 def multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpret: Interpret) -> Array:
@@ -83,8 +90,8 @@ def multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpret
             state = state.astype(f32) * along(load(remains.at[columns], COLUMNS), state.shape, 1)
         if state.dtype == bf16:
             return [(state, plane) for plane in of_readers]
-        high, low = split(state.astype(f32))
-        return [(high, of_readers[0]), (low, of_readers[0]), *((high, plane) for plane in of_readers[1:])]
+        state = state.astype(f32)
+        return _pairs(split(state) if g.terms == 2 else split_exactly(state), of_readers, g)
 
     def products() -> Iterator[list[Product]]:
         for first in range(0, g.key_dim, SWIZZLED):

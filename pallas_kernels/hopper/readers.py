@@ -33,7 +33,7 @@ from pallas_kernels.hopper.tiles import (
     iota,
     load,
     records_layout,
-    split,
+    split_in,
     store,
 )
 
@@ -79,7 +79,7 @@ def first_draft(geometry: Geometry) -> int:
 
 def terms(geometry: Geometry) -> int:
     """bfloat16 terms of which the readers are the sum: one where it holds them exactly."""
-    return 1 if geometry.record_dtype == bf16 and not geometry.channel_gate else 2
+    return 1 if geometry.record_dtype == bf16 and not geometry.channel_gate else geometry.terms
 
 
 def first_row(geometry: Geometry) -> int:
@@ -144,8 +144,8 @@ def solve(
         has_left: whether decays of the past are in "numbers" (head gate) or in products and readers (channel gate).
         due: whether the records have been folded, so that nothing is left to decay but the drafts.
         length: drafts of this row; what lies behind them may be anything.
-        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [2 N, S] get the weights, as the sum
-            of two bfloat16, one below the other; "between" [16, N] is overwritten.
+        scratch: "numbers" [8, 64], filled by ``store_numbers`` but for OF_STATE; "weights" [2 N or 3 N, S] get the weights, as
+            the sum of bfloat16, one below the other; "between" [16, N] is overwritten.
         geometry: sizes of the call.
         interpret: parameters of interpret mode.
     """
@@ -178,7 +178,7 @@ def solve(
         weights = weights + along(update, shape, 0) * along(load(between.at[first - first_row(g) + j], COLUMNS), shape, 1)
     if g.delta_rule:
         weights = weights * along(load(numbers.at[K_SCALE, pl.ds(0, n)], COLUMNS), shape, 1)
-    for i, term in enumerate(split(weights, nearest=True)):
+    for i, term in enumerate(split_in(weights, g.terms)):
         store(scratch["weights"].at[pl.ds(i * n, n)].T, first_rows(term, rows, interpret))
 
 
@@ -257,7 +257,7 @@ def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: Ref
                 store(stage.at[i - row], x * decays[draft] if draft < g.tokens else x)
             barrier()
         x = load(readers.at[eight] if stage is None else stage, layout)
-        for i, term in enumerate([x] if terms(g) == 1 else split(x.astype(f32), nearest=True)):
+        for i, term in enumerate([x] if terms(g) == 1 else split_in(x.astype(f32), terms(g))):
             store(planes.at[pl.ds(row + i * count(g), 8)], term)
         barrier()
     plgpu.commit_smem()  # the tensor cores read the planes

@@ -197,12 +197,12 @@ def decay_channels(ring: Ring, since: Array) -> Array:
     return total
 
 
-def multiply_decayed(ring: Ring, planes: Ref, products: Ref, interpret: Interpret) -> None:
-    """Products of the decayed keys of a channel gate, to 2**-17, with the terms of the readers.
+def multiply_decayed(ring: Ring, planes: Ref, products: Ref, terms: int, interpret: Interpret) -> None:
+    """Products of the decayed keys of a channel gate, of which so many ``terms`` count, with the terms of the readers.
 
     Args:
         ring: the records.
-        planes: the terms, a row each, R a multiple of 16 and at least 32. [R, K] bfloat16
+        planes: the terms, a row each, R a multiple of 16, of 32 in a window of 16, at least 32. [R, K] bfloat16
         products: result. [L, R] float32
         interpret: parameters of interpret mode, which has no mma.
     """
@@ -212,9 +212,9 @@ def multiply_decayed(ring: Ring, planes: Ref, products: Ref, interpret: Interpre
     result = plgpu.layout_cast(jnp.zeros(products.shape, f32), total)
     for first in range(0, ring.key.shape[1], SWIZZLED):
         columns = pl.ds(first, SWIZZLED)
-        terms = load(planes.at[:, columns].T, right)
-        for plane in ring.decayed[:2]:
-            result = add_product(result, keep(load(plane.at[:, columns], left), live, 0), terms, interpret)
+        of_readers = load(planes.at[:, columns].T, right)
+        for plane in ring.decayed[:terms]:
+            result = add_product(result, keep(load(plane.at[:, columns], left), live, 0), of_readers, interpret)
     store(products, result)
 
 
@@ -239,7 +239,7 @@ def sources(values: Ref, terms: list[Ref] | None, live: Callable[[Any], Array], 
 
     Args:
         values: [n, 64], n a multiple of 16
-        terms: unless the values are of bfloat16, memory for the two, which may be theirs. [n, 64] bfloat16 each
+        terms: unless the values are of bfloat16, memory for them, which may be the values'. [n, 64] bfloat16 each
         live: of a layout, which rows are. [n] bool
         count: how many.
         by_row: whether the values are stored by row.
@@ -255,7 +255,7 @@ def sources(values: Ref, terms: list[Ref] | None, live: Callable[[Any], Array], 
         x = load(values, layout).astype(f32)
         x = jnp.where(along(live(layout.reduce(1)), shape, 0), x, 0.0)
         barrier()  # everybody has read what the terms overwrite
-        for ref, term in zip(terms, split(x), strict=True):
+        for ref, term in zip(terms, split(x) if len(terms) == 2 else split_exactly(x), strict=True):
             store(ref, term)
 
     @pl.when(count == 0)

@@ -17,9 +17,9 @@ def state_tile(geometry: Geometry) -> Any:
     return plgpu.SMEM((TILE_ROWS, geometry.key_dim), dtype, transforms=swizzled(dtype))
 
 
-def with_terms(name: str, rows: int, dtype: Any) -> dict[str, Any]:
-    """Shared memory for [rows, 64] and, unless it is of bfloat16, for the two such terms that are its sum, "..._terms"."""
-    array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * 2
+def with_terms(name: str, rows: int, dtype: Any, count: int = 2) -> dict[str, Any]:
+    """Shared memory for [rows, 64] and, unless it is of bfloat16, for ``count`` such terms that are its sum, "..._terms"."""
+    array, terms = plgpu.SMEM((rows, TILE_ROWS), jnp.dtype(dtype)), [plgpu.SMEM((rows, TILE_ROWS), bf16)] * count
     return {name: array} if dtype == bf16 else {name: array, f"{name}_terms": terms}
 
 
@@ -62,11 +62,11 @@ def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
 def decays(g: Geometry) -> dict[str, Any]:
     """Shared memory for a channel gate: the ring's log decays, and in their place the terms of the decayed keys.
 
-    Three terms are exact. Two are so to 2**-17, and leave another warpgroup of a verify its room.
+    Three terms are exact. Two are so to 2**-17, and leave another warpgroup of a verify of 16-bit activations its room.
     """
     log_decays = plgpu.SMEM((g.window, g.key_dim), f32)
     terms = [plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16))]
-    terms = terms * (2 if g.tokens > 1 and g.checkpoint_dtype == f32 else 3)
+    terms = terms * (g.terms if g.tokens > 1 and g.checkpoint_dtype == f32 else 3)
     # Where every warp does all channels, none may overwrite what another has yet to read.
     return one_of({"decays": log_decays, "decayed": terms}) | ({"since": log_decays} if g.key_dim % 128 else {})
 

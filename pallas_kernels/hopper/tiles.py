@@ -141,6 +141,14 @@ class Geometry:
         return f32 if self.delta_rule and not self.raw else self.record_dtype
 
     @property
+    def terms(self) -> int:
+        """bfloat16 terms that stand for a float32 in a verify's products: two, to 2**-17, or for float32 activations three.
+
+        A channel gate's keys of more than 128 leave no room for three.
+        """
+        return 3 if self.record_dtype == f32 and not (self.channel_gate and self.key_dim > 128) else 2
+
+    @property
     def tile_rows(self) -> int:
         """Rows of a tile: the largest multiple of 8, at most 64, that divides V."""
         return max(r for r in range(8, TILE_ROWS + 1, 8) if self.value_dim % r == 0)
@@ -256,6 +264,11 @@ def split_exactly(x: Array) -> tuple[Array, Array, Array]:
     """float32 as the sum of three bfloat16."""
     high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, i32) & jnp.int32(-65536), f32)
     return high.astype(bf16), *split(x - high)
+
+
+def split_in(x: Array, count: int) -> tuple[Array, ...]:
+    """float32 as the sum of two bfloat16, of which the first is the nearest, or of three."""
+    return split(x, nearest=True) if count == 2 else split_exactly(x)
 
 
 def round_to_checkpoint(x: Array, dtype: Any) -> Array:

@@ -80,10 +80,13 @@ def verify(
 def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     """Shared memory besides what every stream has."""
     n, sources = readers.count(g), readers.num_sources(g)
-    rows = max(2 * n, 32) if g.channel_gate else n * readers.terms(g)  # mma wants 32 at least
+    rows = n * readers.terms(g)
+    if g.channel_gate:
+        together = 32 if g.window == 16 else 16  # columns that mma takes
+        rows = max(32, -(-rows // together) * together)
     values = {"values": plgpu.SMEM((DRAFTS, TILE_ROWS), g.value_dtype)}
     if not g.delta_rule:
-        values = with_terms("values", DRAFTS, g.value_dtype)
+        values = with_terms("values", DRAFTS, g.value_dtype, g.terms)
     inputs_and_outputs = values | {"answers": plgpu.SMEM((-(-g.tokens // 8) * 8, TILE_ROWS), g.value_dtype)}
     buffers: dict[str, Any] = {
         "numbers": plgpu.SMEM((8, TILE_ROWS), f32),
@@ -92,7 +95,7 @@ def scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     solved = {
         "products": plgpu.SMEM((sources, n), f32),
         "between": plgpu.SMEM((DRAFTS, n), f32),
-        "weights": plgpu.SMEM((2 * n, sources), bf16, transforms=swizzled(bf16, DRAFTS)),
+        "weights": plgpu.SMEM((g.terms * n, sources), bf16, transforms=swizzled(bf16, DRAFTS)),
     }
     if g.delta_rule:  # without it values are stored as they are
         buffers |= one_of(inputs_and_outputs)
@@ -221,10 +224,10 @@ def _decay_channels(stream: Stream, h: Array) -> None:
     @pl.when(stream.present.count > 0)
     def _():
         n, layout = readers.count(g), DRAFTS_BY_READERS
-        records.multiply_decayed(stream.ring, s["planes"], s["of_terms"], stream.call.interpret)
+        records.multiply_decayed(stream.ring, s["planes"], s["of_terms"], g.terms, stream.call.interpret)
         barrier()
-        high, low = (load(s["of_terms"].at[:, pl.ds(i * n, n)], layout) for i in range(2))
-        store(s["products"].at[pl.ds(0, g.window)], high + low)
+        high, *rest = (load(s["of_terms"].at[:, pl.ds(i * n, n)], layout) for i in range(g.terms))
+        store(s["products"].at[pl.ds(0, g.window)], sum(rest, high))
 
     readers.multiply_channels(s["readers"], s["gates"], stream.length, s["products"], g)
 

@@ -11,7 +11,7 @@ import replayssm_jax as rs
 from replayssm_jax import replay_pallas
 from tests.cases import Case, make_tokens
 from tests.compare import relative_error, same_bits
-from tests.kernel_runs import assert_flush_is_right, assert_verify_is_right, make_call, with_drafts
+from tests.kernel_runs import assert_flush_is_right, assert_verify_is_right, make_call, verify_tolerance, with_drafts
 
 pytestmark = pytest.mark.skipif(replay_pallas.missing_gpu() is not None, reason=str(replay_pallas.missing_gpu()))
 
@@ -51,7 +51,7 @@ def test_step_and_flush(case, rng):
 @every_case
 def test_verify(case, rng):
     for tokens in (5, case.window // 2):
-        assert_verify_is_right(with_drafts(case, tokens), rng, tokens, 2e-5)
+        assert_verify_is_right(with_drafts(case, tokens), rng, tokens, verify_tolerance(case))
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
