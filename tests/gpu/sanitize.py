@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cuda,cpu")
 
 import jax
 import numpy as np
+from jax.experimental.mosaic.gpu import utils
 
 from replayssm_jax import ReplayState, replay_pallas, replay_xla
 from tests.cases import Case
@@ -61,7 +62,11 @@ def run(family: str, policy: str | None, what: str) -> float:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="family and what to run")
-    name = parser.parse_args(arguments).name
+    parser.add_argument("--without_barriers", action="store_true", help="a control: racecheck must find hazards then")
+    options = parser.parse_args(arguments)
+    if options.without_barriers:
+        utils.warpgroup_barrier = lambda: None
+    name = options.name
     family, *policy, what = name.split("-")
     if family not in FAMILIES or what not in TOKENS or len(policy) > 1 or not set(policy) <= set(POLICIES):
         parser.error(f"{name!r} is no name of a run")
