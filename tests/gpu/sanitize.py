@@ -1,7 +1,7 @@
 """One small run of a kernel for compute-sanitizer; only the program with the kernel runs on the GPU, the law on the CPU.
 
     compute-sanitizer --tool memcheck --kernel-name kernel_substring=replay python -m tests.gpu.sanitize gdn-verify
-    compute-sanitizer --tool racecheck --kernel-name kernel_substring=replay python -m tests.gpu.sanitize gdn-verify
+    compute-sanitizer --tool racecheck --racecheck-report all python -m tests.gpu.sanitize gdn-verify
 
 Names are FAMILY-WHAT, or FAMILY-POLICY-WHAT for raw records and copies: gdn, kda, mamba2 or gla; raw, nvfp4, fp8 or plane;
 step, verify or flush. Prints the largest error of outputs and checkpoints, and exits with 1 if it is too large.
@@ -62,7 +62,7 @@ def run(family: str, policy: str | None, what: str) -> float:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="family and what to run")
-    parser.add_argument("--without_barriers", action="store_true", help="a control: racecheck must find hazards then")
+    parser.add_argument("--without_barriers", action="store_true", help="a control: racecheck, told to report all, finds hazards")
     options = parser.parse_args(arguments)
     if options.without_barriers:
         utils.warpgroup_barrier = lambda: None
