@@ -62,7 +62,7 @@ def run(family: str, policy: str | None, what: str) -> float:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help="family and what to run")
-    parser.add_argument("--without_barriers", action="store_true", help="a control: racecheck, told to report all, finds hazards")
+    parser.add_argument("--without_barriers", action="store_true", help="a control, in which racecheck finds hazards")
     options = parser.parse_args(arguments)
     if options.without_barriers:
         utils.warpgroup_barrier = lambda: None
