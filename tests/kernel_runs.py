@@ -103,8 +103,9 @@ def assert_flush_is_right(case: Case, rng: np.random.Generator, tolerance: float
 
 
 def verify_tolerance(case: Case) -> float:
-    """Relative error of a verify before its results are rounded: that of its bfloat16 terms, two, or of float32 three."""
-    return 2e-6 if case.activations == "float32" else 2e-5
+    """Relative error of a verify before its results are rounded: of two bfloat16 terms, or where there is room of three."""
+    three = case.activations == "float32" and not (case.gate == "channel" and case.dims[1] > 128)
+    return 2e-6 if three else 2e-5
 
 
 def with_drafts(case: Case, tokens: int) -> Case:

@@ -122,6 +122,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}={getattr(options, name)} must be a multiple of --piece and --bin")
     if unknown := set(options.texts.split(",")) - {"held_out", "generated"}:
         parser.error(f"--texts names {', '.join(sorted(unknown))}; there are held_out and generated")
+    if "generated" in options.texts.split(",") and options.generated <= measure.PROMPT:
+        parser.error(f"--generated={options.generated} must be more than the prompt's {measure.PROMPT} tokens")
     if options.piece % options.drafts:
         parser.error(f"--piece={options.piece} must be a multiple of --drafts={options.drafts}")
     return options

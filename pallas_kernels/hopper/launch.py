@@ -82,7 +82,7 @@ def common_scratch(g: Geometry, config: StreamConfig) -> dict[str, Any]:
     width = numbers_width(g, config)
     scratch = {
         "tile": state_tile(g),
-        **one_of(with_terms("updates", g.window, g.update_dtype, g.terms)),
+        **one_of(with_terms("updates", g.window, g.update_dtype, g.terms if g.tokens > 1 else 2)),
         "keys_arrived": plgpu.Barrier(num_arrivals=2 + chunks + (4 - g.channel_gate if width else 0)),
         "head_arrived": plgpu.Barrier(num_arrivals=head_copies),
         "inputs_arrived": plgpu.Barrier(num_arrivals=update_copies + (1 if whole else g.tokens)),

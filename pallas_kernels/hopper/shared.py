@@ -62,7 +62,7 @@ def kilobytes(scratch: dict[str, Any], reductions: bool) -> int:
 def decays(g: Geometry) -> dict[str, Any]:
     """Shared memory for a channel gate: the ring's log decays, and in their place the terms of the decayed keys.
 
-    Three terms are exact. Two are so to 2**-17, and leave another warpgroup of a verify of 16-bit activations its room.
+    Three terms are exact. Two (see ``Geometry.terms``) are so to 2**-17, and leave another warpgroup of a verify its room.
     """
     log_decays = plgpu.SMEM((g.window, g.key_dim), f32)
     terms = [plgpu.SMEM((g.window, g.key_dim), bf16, transforms=swizzled(bf16))]

@@ -1,7 +1,8 @@
-"""One small run of a kernel for compute-sanitizer; only the program with the kernel runs on the GPU, the law on the CPU.
+r"""One small run of a kernel for compute-sanitizer; only the program with the kernel runs on the GPU, the law on the CPU.
 
     compute-sanitizer --tool memcheck --kernel-name kernel_substring=replay python -m tests.gpu.sanitize gdn-verify
-    compute-sanitizer --tool racecheck --racecheck-report all python -m tests.gpu.sanitize gdn-verify
+    compute-sanitizer --tool racecheck --racecheck-report all --kernel-name kernel_substring=replay \
+        python -m tests.gpu.sanitize gdn-verify
 
 Names are FAMILY-WHAT, or FAMILY-POLICY-WHAT for raw records and copies: gdn, kda, mamba2 or gla; raw, nvfp4, fp8 or plane;
 step, verify or flush. Prints the largest error of outputs and checkpoints, and exits with 1 if it is too large.
