@@ -35,6 +35,7 @@ LAYERS = {
         _layer(id="kda", heads=(32, 32), dims=(128, 128), delta_rule=True, gate="channel"),
         _layer(id="mamba2", heads=(128, 8), dims=(64, 128), delta_rule=False, gate="head"),
         _layer(id="mamba2-80", heads=(96, 8), dims=(80, 128), delta_rule=False, gate="head"),
+        _layer(id="kda-f32", heads=(32, 32), dims=(128, 128), delta_rule=True, gate="channel", activations="float32"),
         _layer(id="gdn-192x96", heads=(30, 30), dims=(192, 96), delta_rule=True, gate="head", checkpoint="bfloat16"),
     )
 }

@@ -40,6 +40,7 @@ WARPGROUPS = {
     ("kda", "step"): 3,
     ("kda", "verify"): 3,
     ("kda", "flush"): 4,
+    ("kda-f32", "verify"): 2,
     ("mamba2", "step"): 4,
     ("mamba2", "verify"): 4,
     ("mamba2", "flush"): 5,
