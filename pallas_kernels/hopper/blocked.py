@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper.copies import load_piece
-from pallas_kernels.hopper.products import sum_products
+from pallas_kernels.hopper.products import pairs, sum_products
 from pallas_kernels.hopper.records import Ring, keep_rows
 from pallas_kernels.hopper.shared import one_of, swizzled
 from pallas_kernels.hopper.tiles import (
@@ -171,11 +171,6 @@ def fold_tile[T](fold: Fold, tile: Ref, weights: Array, one: Callable[[Array, Ar
     return lax.fori_loop(0, g.key_dim // width, some, carry)
 
 
-def pairs(terms: Any, planes: list[Ref]) -> list[tuple[Array, Ref]]:
-    """Terms and planes whose product counts."""
-    return [(x, plane) for i, x in enumerate(terms) for j, plane in enumerate(planes) if i + j < _TERMS]
-
-
 def terms_of(x: Array) -> tuple[Array, ...]:
     """x as the sum of bfloat16, exactly."""
     if x.dtype == bf16:
@@ -183,14 +178,14 @@ def terms_of(x: Array) -> tuple[Array, ...]:
     return split(x.astype(f32)) if jnp.dtype(x.dtype).itemsize == 2 else split_exactly(x)
 
 
-def _sum_by_record(pairs: list[tuple[Array, Ref]], columns: Any, interpret: Interpret) -> Array:
+def _sum_by_record(operands: list[tuple[Array, Ref]], columns: Any, interpret: Interpret) -> Array:
     """The sum of all x @ plane[:, columns]: [64, L], [L, K] -> [64, n] float32"""
     if interpret is not None:
-        parts = [jnp.dot(x.astype(f32), plane[:, columns].astype(f32), precision="highest") for x, plane in pairs]
+        parts = [jnp.dot(x.astype(f32), plane[:, columns].astype(f32), precision="highest") for x, plane in operands]
         return sum(parts[1:], parts[0])
 
     def accumulate(total: Ref) -> Array:
-        for x, plane in pairs:
+        for x, plane in operands:
             plgpu.wgmma(total, x, plane.at[:, columns])
         return total[...]
 

@@ -4,14 +4,14 @@ See ``verify.py`` for the equations, ``readers.py`` for the weights.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import readers, records
-from pallas_kernels.hopper.products import Product, sum_products
+from pallas_kernels.hopper.products import Product, pairs, sum_products
 from pallas_kernels.hopper.readers import DRAFTS
 from pallas_kernels.hopper.repeated import repeated
 from pallas_kernels.hopper.stream import Stream
@@ -29,8 +29,6 @@ from pallas_kernels.hopper.tiles import (
     iota,
     load,
     load_columns,
-    split,
-    split_exactly,
     split_in,
 )
 
@@ -49,7 +47,7 @@ def combine(stream: Stream, reads: Array) -> Array:
         for at in range(0, terms[0].shape[1], DRAFTS):
             columns = pl.ds(first + at, DRAFTS)
             pieces = [term[:, at : at + DRAFTS] for term in terms]
-            products.append([(x, plane, columns) for x, plane in _pairs(pieces, weights, g)])
+            products.append([(x, plane, columns) for x, plane in pairs(pieces, weights, g.terms)])
     is_query = iota((n,), 0, COLUMNS) < readers.first_key(g)
     return jnp.where(along(is_query, reads.shape, 1), reads, 0.0) + sum_products(products, n, stream.call.interpret)
 
@@ -64,7 +62,7 @@ def _drafts_sources(stream: Stream, reads: Array) -> list[Array]:
     beta = along(load(s["numbers"].at[readers.BETA, pl.ds(n - DRAFTS, DRAFTS)], COLUMNS), shape, 1)
     seen = along(_live_drafts(readers.first_draft(g), length, COLUMNS), shape, 1)
     sources = load_columns(s["values"], stream.call.interpret).astype(f32) * beta + reads[:, n - DRAFTS :]
-    return list(split_in(jnp.where(seen, sources, 0.0), g.terms))
+    return list(split_in(jnp.where(seen, sources, 0.0), g.terms, nearest=True))
 
 
 def _live_drafts(first: int, length: Array, layout: Any) -> Array:
@@ -73,30 +71,22 @@ def _live_drafts(first: int, length: Array, layout: Any) -> Array:
     return (draft >= 0) & (draft < length)
 
 
-def _pairs(terms: Sequence[Array], planes: list[Ref], g: Geometry) -> list[tuple[Array, Ref]]:
-    """Terms and planes whose product counts: all but those of the smaller ones."""
-    return [(x, plane) for i, x in enumerate(terms) for j, plane in enumerate(planes) if i + j < g.terms]
-
-
 def multiply(tile: Ref, remains: Ref | None, planes: Ref, g: Geometry, interpret: Interpret) -> Array:
     """A tile of the state, or what remains of each channel [K] of it, or keys that repeat, times the readers, [64, N] float32.
 
     Both are cut into bfloat16 terms, the product of the smaller ones is left out.
     """
 
-    def terms(columns: Any) -> list[tuple[Array, Ref]]:
+    def terms(columns: Any) -> tuple[Array, ...]:
         state = repeated(tile.at[:, columns], interpret)
         if remains is not None:
             state = state.astype(f32) * along(load(remains.at[columns], COLUMNS), state.shape, 1)
-        if state.dtype == bf16:
-            return [(state, plane) for plane in of_readers]
-        state = state.astype(f32)
-        return _pairs(split(state) if g.terms == 2 else split_exactly(state), of_readers, g)
+        return (state,) if state.dtype == bf16 else split_in(state.astype(f32), g.terms)
 
     def products() -> Iterator[list[Product]]:
         for first in range(0, g.key_dim, SWIZZLED):
             columns = pl.ds(first, SWIZZLED)
-            yield [(x, plane, columns) for x, plane in terms(columns)]
+            yield [(x, plane, columns) for x, plane in pairs(terms(columns), of_readers, g.terms)]
 
     n = readers.count(g)
     of_readers = [planes.at[pl.ds(i * n, n)] for i in range(readers.terms(g))]

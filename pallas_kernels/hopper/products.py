@@ -13,6 +13,11 @@ from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Interpret, Ref, f32
 Product = tuple[Array, Ref, Any]
 
 
+def pairs(terms: Iterable[Array], planes: list[Ref], count: int = 3) -> list[tuple[Array, Ref]]:
+    """Terms and planes whose product counts where ``count`` terms stand for a float32: all but those of the smaller ones."""
+    return [(x, plane) for i, x in enumerate(terms) for j, plane in enumerate(planes) if i + j < count]
+
+
 def sum_products(products: Iterable[list[Product]], n: int, interpret: Interpret) -> Array:
     """The sum of all x @ plane[:, columns]^T, [64, n] float32, list after list.
 

@@ -178,7 +178,7 @@ def solve(
         weights = weights + along(update, shape, 0) * along(load(between.at[first - first_row(g) + j], COLUMNS), shape, 1)
     if g.delta_rule:
         weights = weights * along(load(numbers.at[K_SCALE, pl.ds(0, n)], COLUMNS), shape, 1)
-    for i, term in enumerate(split_in(weights, g.terms)):
+    for i, term in enumerate(split_in(weights, g.terms, nearest=True)):
         store(scratch["weights"].at[pl.ds(i * n, n)].T, first_rows(term, rows, interpret))
 
 
@@ -257,7 +257,7 @@ def store_planes(readers: Ref, gates: Ref | None, stage: Ref | None, planes: Ref
                 store(stage.at[i - row], x * decays[draft] if draft < g.tokens else x)
             barrier()
         x = load(readers.at[eight] if stage is None else stage, layout)
-        for i, term in enumerate([x] if terms(g) == 1 else split_in(x.astype(f32), terms(g))):
+        for i, term in enumerate([x] if terms(g) == 1 else split_in(x.astype(f32), terms(g), nearest=True)):
             store(planes.at[pl.ds(row + i * count(g), 8)], term)
         barrier()
     plgpu.commit_smem()  # the tensor cores read the planes

@@ -36,8 +36,7 @@ from pallas_kernels.hopper.tiles import (
     keep,
     load,
     records_layout,
-    split,
-    split_exactly,
+    split_in,
     store,
 )
 
@@ -190,7 +189,7 @@ def decay_channels(ring: Ring, since: Array) -> Array:
         key = key * along(load(ring.weight, layout.reduce(1)), key.shape, 0)
     key = jnp.where(along(live, key.shape, 0), key, 0.0)
     barrier()  # everybody has read what the terms overwrite
-    terms = split_exactly(key) if len(ring.decayed) == 3 else split(key, nearest=True)
+    terms = split_in(key, len(ring.decayed), nearest=True)
     for plane, term in zip(ring.decayed, terms, strict=True):
         store(plane, term)
     barrier()
@@ -255,7 +254,7 @@ def sources(values: Ref, terms: list[Ref] | None, live: Callable[[Any], Array], 
         x = load(values, layout).astype(f32)
         x = jnp.where(along(live(layout.reduce(1)), shape, 0), x, 0.0)
         barrier()  # everybody has read what the terms overwrite
-        for ref, term in zip(terms, split(x) if len(terms) == 2 else split_exactly(x), strict=True):
+        for ref, term in zip(terms, split_in(x, len(terms)), strict=True):
             store(ref, term)
 
     @pl.when(count == 0)

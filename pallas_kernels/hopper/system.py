@@ -24,10 +24,9 @@ from pallas_kernels.hopper.blocked import (
     TOTAL,
     WEIGHTS,
     Fold,
-    pairs,
     terms_of,
 )
-from pallas_kernels.hopper.products import sum_products
+from pallas_kernels.hopper.products import pairs, sum_products
 from pallas_kernels.hopper.repeated import first_rows, repeated
 from pallas_kernels.hopper.substitute import substitute
 from pallas_kernels.hopper.tiles import (

@@ -266,9 +266,9 @@ def split_exactly(x: Array) -> tuple[Array, Array, Array]:
     return high.astype(bf16), *split(x - high)
 
 
-def split_in(x: Array, count: int) -> tuple[Array, ...]:
-    """float32 as the sum of two bfloat16, of which the first is the nearest, or of three."""
-    return split(x, nearest=True) if count == 2 else split_exactly(x)
+def split_in(x: Array, count: int, nearest: bool = False) -> tuple[Array, ...]:
+    """float32 as the sum of two bfloat16, see ``split``, or of three."""
+    return split(x, nearest) if count == 2 else split_exactly(x)
 
 
 def round_to_checkpoint(x: Array, dtype: Any) -> Array:
