@@ -33,12 +33,14 @@ def test_a_toy_run_trains_measures_and_draws(tmp_path):
 
     sizes = ["--tokens=96", "--generated=96", "--sequences=2", "--drafts=4", "--piece=48", "--bin=24", "--last=48"]
     paths = [f"--text={text}", f"--weights={tmp_path}", f"--out={tmp_path / 'result.json'}"]
-    fidelity.main([*sizes, *paths, "--families=mamba2", "--variants=shared nvfp4,bf16 updates"])
+    chosen = ["--families=mamba2", "--variants=shared nvfp4,bf16 updates"]
+    fidelity.main([*sizes, *paths, *chosen])
     result = json.loads((tmp_path / "result.json").read_text())
     entries = result["measurements"]
     found = {(entry["text"], entry["variant"]): entry for entry in entries}
     assert len(found) == len(entries) == 2  # Mamba-2 records no updates
     for entry in entries:
+        assert (entry["sequences"], entry["tokens"]) == (2, 96)
         assert len(entry["kl_by_bin"]) == 4
         assert 0 < entry["kl_last"] < 1
         assert entry["kl_mean"] == pytest.approx(np.mean(entry["kl_by_bin"]), rel=1e-3)
@@ -47,6 +49,13 @@ def test_a_toy_run_trains_measures_and_draws(tmp_path):
     assert len(plot.merge([result, result])["measurements"]) == 4
     with pytest.raises(ValueError, match="results differ in bin"):
         plot.merge([result, result | {"bin": 7}])
+
+    # the texts were as long as each other and read in one batch; now each is read alone
+    fidelity.main([*sizes, *paths, *chosen, "--generated=144", "--texts=generated,held_out"])
+    generated, held_out = json.loads((tmp_path / "result.json").read_text())["measurements"]
+    assert (generated["text"], generated["tokens"], held_out["text"]) == ("generated", 144, "held_out")
+    assert held_out["kl_by_bin"] == pytest.approx(found["held_out", "shared nvfp4"]["kl_by_bin"], rel=1e-2)
+    assert held_out.keys() == found["held_out", "shared nvfp4"].keys()
 
 
 def test_every_family_and_variant_can_be_set_up():

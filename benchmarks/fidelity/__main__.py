@@ -5,6 +5,7 @@
 
 Weights come from ``benchmarks.fidelity.train``. Activations are float32 unless --dtype says otherwise, so that what is seen is
 the state's rounding and not an activation's. The figure lies beside --out. ``plot`` puts the results of several runs together.
+Texts of one length (--generated as large as --tokens) are read in one batch, at little more than the cost of one.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import pathlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from benchmarks.fidelity import measure
 from benchmarks.fidelity.models import FAMILIES, load_model, read_text
 from benchmarks.fidelity.plot import draw
 from benchmarks.fidelity.variants import BASE, VARIANTS, Variant
+from replayssm_jax.models.decoder import Decoder
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -59,24 +61,41 @@ def measure_family(family: str, chosen: list[Variant], options: argparse.Namespa
 
     model = load_model(options.weights / f"{family}.safetensors", options.dtype)
     chosen = [variant for variant in chosen if family != "mamba2" or not variant.delta_rule]
-    _, held_out = read_text(options.text, options.held_out)
+    groups = read_together(options)
+    rows = options.sequences * len(groups[0])
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        # compilation is most of a short run, and leaves Python's lock alone
-        runs = pool.map(
-            lambda v: measure.compile_piece(model, v, options.sequences, options.piece, options.drafts), (BASE, *chosen)
-        )
+        # compilation is most of a short run, and leaves Python's lock alone; texts are written meanwhile
+        runs = pool.map(lambda v: measure.compile_piece(model, v, rows, options.piece, options.drafts), (BASE, *chosen))
+        texts = {name: make_text(model, name, options, done) for group in groups for name in group}
         compiled = dict(zip((BASE, *chosen), runs, strict=True))
     done(f"{len(compiled)} variants compiled")
-    read = measure.take_sequences(held_out, options.sequences, options.tokens)
-    for name in options.texts.split(","):
-        tokens = read
-        if name == "generated":
-            prompts = read[:, : measure.PROMPT]
-            count = options.generated - prompts.shape[1]
-            tokens = measure.generate(model, prompts, count, seed=0, piece=options.piece, done=done)
-        done(f"{name}: {tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens")
+    for group in groups:
+        tokens = np.concatenate([texts[name] for name in group])
+        done(f"{', '.join(group)}: {tokens.shape[0]} sequences of {tokens.shape[1]:,} tokens")
         for variant, kl, other in measure.compare(model, compiled, tokens, options.piece, options.drafts, done):
-            yield entry(family, name, variant, kl, other, options)
+            by_text = zip(group, np.split(kl, len(group)), np.split(other, len(group)), strict=True)
+            for name, own_kl, own_other in by_text:
+                yield entry(family, name, variant, own_kl, own_other, options)
+
+
+def read_together(options: argparse.Namespace) -> list[list[str]]:
+    """The texts in groups of one size: in one batch if they are as long as each other, else each alone.
+
+    A variant's time is that of its steps one after another; twice the rows cost little.
+    """
+    names = options.texts.split(",")
+    return [names] if options.generated == options.tokens else [[name] for name in names]
+
+
+def make_text(model: Decoder, name: str, options: argparse.Namespace, done: Callable[[str], None]) -> np.ndarray:
+    """The tokens of a text. [sequences, tokens or generated] int32"""
+    _, held_out = read_text(options.text, options.held_out)
+    read = measure.take_sequences(held_out, options.sequences, options.tokens)
+    if name == "held_out":
+        return read
+    prompts = read[:, : measure.PROMPT]
+    count = options.generated - prompts.shape[1]
+    return measure.generate(model, prompts, count, seed=0, piece=options.piece, done=done)
 
 
 def entry(
