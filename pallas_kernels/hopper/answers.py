@@ -14,6 +14,7 @@ from pallas_kernels.hopper.back import take_back
 from pallas_kernels.hopper.cut import columns_of
 from pallas_kernels.hopper.place import Place
 from pallas_kernels.hopper.products import Product, sum_products
+from pallas_kernels.hopper.request import Copy, request
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     MMA_SUM,
@@ -83,16 +84,19 @@ class Folded(Answers):
         """Starts copying what is known of the tokens."""
         g, s, arrived = self.g, self.s, self.s["start_arrived"]
         heads, key_heads = pl.ds(self.first_head, 1), pl.ds(self.key_head, 1)
-        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived)
+        copies = [
+            Copy(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived),
+            Copy(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived),
+        ]
         if g.channel_gate:
-            plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived)
+            copies.append(Copy(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived))
         if not self.values_late:
-            self._request_values()
+            copies.append(self._copy_of_values())
+        request(copies, self.interpret)
 
-    def _request_values(self) -> None:
+    def _copy_of_values(self) -> Copy:
         values = self.s["values"].at[0, pl.ds(0, self.g.tokens)]
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, self.first_head], values, self.s["values_arrived"])
+        return Copy(self.tokens.v.at[self.b, :, self.first_head], values, self.s["values_arrived"])
 
     def prepare(self) -> None:
         """Records the tokens but for their values, and takes their queries back."""
@@ -103,7 +107,7 @@ class Folded(Answers):
         take_back(self)
         barrier()
         if self.values_late:  # everybody has read what they overwrite
-            self._request_values()
+            request([self._copy_of_values()], self.interpret)
 
     def finish(self) -> None:
         """Records the tokens' values, after the last tile."""

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import folding, records
 from pallas_kernels.hopper.compiler import compiler_params
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper.request import Copy, request
 from pallas_kernels.hopper.shared import decays as channel_decays
 from pallas_kernels.hopper.shared import named, one_of, state_tile, with_terms
 from pallas_kernels.hopper.tiles import Geometry, Interpret, Pool, Ref, Rows, barrier, channels_layout, f32, store
@@ -90,10 +91,13 @@ def _flush_tile(
         start = rows.origin[slot] & (g.window - 1)
         elapsed = decays if since is None else since
         ring = Ring(keys, decayed or [keys], updates, decays, elapsed, weight, start, count, g.window)
-        plgpu.copy_gmem_to_smem(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived)
-        records.request_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, arrived, interpret)
-        records.request_decays(pool, slot, h, ring, g, RING_CHUNK, arrived, interpret)
-        records.request_updates(pool, slot, h, part * g.tile_rows, ring, g, RING_CHUNK, arrived, interpret)
+        copies = [
+            Copy(pool.checkpoint.at[slot, h, values], tile.at[stored], arrived),
+            *records.copies_of_keys(pool, slot, h // g.group_size, ring, RING_CHUNK, arrived),
+            *records.copies_of_decays(pool, slot, h, ring, g, RING_CHUNK, arrived),
+            *records.copies_of_updates(pool, slot, h, part * g.tile_rows, ring, g, RING_CHUNK, arrived),
+        ]
+        request(copies, interpret)
         plgpu.barrier_wait(arrived)
         if g.channel_gate:
             left = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))

@@ -12,6 +12,7 @@ from pallas_kernels.hopper.answers import Folded
 from pallas_kernels.hopper.blocked import Fold
 from pallas_kernels.hopper.cut import ReadConfig, answering_scratch
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper.request import Copy, request
 from pallas_kernels.hopper.shared import kilobytes, named, swizzled
 from pallas_kernels.hopper.tiles import TILE_ROWS, Array, Geometry, Interpret, Pool, Ref, Rows, Tokens
 
@@ -194,21 +195,25 @@ def request_head(call: Call, buffers: Buffers, head: Head) -> None:
     """Starts copying what all tiles of a head need."""
     g, pool, ring = call.g, call.pool, buffers.ring(head, call.g)
     arrived, key_head = buffers.head_arrived, head.h // g.group_size
-    records.request_keys(pool, head.slot, key_head, ring, RING_CHUNK, arrived, call.interpret)
-    records.request_decays(pool, head.slot, head.h, ring, g, RING_CHUNK, arrived, call.interpret)
+    copies = [
+        *records.copies_of_keys(pool, head.slot, key_head, ring, RING_CHUNK, arrived),
+        *records.copies_of_decays(pool, head.slot, head.h, ring, g, RING_CHUNK, arrived),
+    ]
     if pool.factor is not None:
         factors = buffers.numbers.at[blocked.FACTORS, pl.ds(0, g.window)]
-        plgpu.copy_gmem_to_smem(pool.factor.at[head.slot, key_head], factors, arrived)
+        copies.append(Copy(pool.factor.at[head.slot, key_head], factors, arrived))
+    request(copies, call.interpret)
 
 
 def request_updates(call: Call, buffers: Buffers, head: Head, t: Any) -> None:
     g, ring, arrived = call.g, buffers.ring(head, call.g), buffers.updates_arrived
-    records.request_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived, call.interpret)
+    copies = records.copies_of_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived)
+    request(copies, call.interpret)
 
 
 def request_tile(call: Call, buffers: Buffers, head: Head, t: Any, i: int) -> None:
-    for source, target in tile_parts(call, buffers, head, t, i):
-        plgpu.copy_gmem_to_smem(source, target, buffers.tile_arrived.at[i])
+    parts = tile_parts(call, buffers, head, t, i)
+    request([Copy(source, target, buffers.tile_arrived.at[i]) for source, target in parts], call.interpret)
 
 
 def tile_parts(call: Call, buffers: Buffers, head: Head, t: Any, i: Any) -> list[tuple[Ref, Ref]]:

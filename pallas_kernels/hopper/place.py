@@ -23,6 +23,7 @@ from pallas_kernels.hopper.cut import (
     readers_of,
 )
 from pallas_kernels.hopper.records import RING_CHUNK, Ring
+from pallas_kernels.hopper.request import Copy, request
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
     Array,
@@ -77,40 +78,45 @@ class Place:
     def request_start(self) -> None:
         g, s, pool, slot, arrived = self.g, self.s, self.pool, self.slot, self.s["start_arrived"]
         heads, key_heads = pl.ds(self.first_head, self.config.heads), pl.ds(self.key_head, self.key_heads)
-        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived)
+        copies = [
+            Copy(self.tokens.q.at[self.b, :, key_heads], s["queries"], arrived),
+            Copy(self.tokens.k.at[self.b, :, key_heads], s["token_keys"], arrived),
+        ]
         for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
             rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-            records.copy_if(wanted, pool.key.at[slot, key_heads, rows], s["keys"].at[i], arrived, self.interpret)
+            copies.append(Copy(pool.key.at[slot, key_heads, rows], s["keys"].at[i], arrived, wanted))
             if g.channel_gate:
-                records.copy_if(wanted, pool.log_decay.at[slot, heads, rows], s["decays"].at[i], arrived, self.interpret)
+                copies.append(Copy(pool.log_decay.at[slot, heads, rows], s["decays"].at[i], arrived, wanted))
         if g.channel_gate:
-            plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived)
+            copies.append(Copy(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived))
         else:
-            plgpu.copy_gmem_to_smem(pool.log_decay.at[slot, heads], s["decays"], arrived)
-        plgpu.copy_gmem_to_smem(pool.weight.at[slot, heads], s["weights"], arrived)
+            copies.append(Copy(pool.log_decay.at[slot, heads], s["decays"], arrived))
+        copies.append(Copy(pool.weight.at[slot, heads], s["weights"], arrived))
         if g.delta_rule:
-            plgpu.copy_gmem_to_smem(pool.factor.at[slot, key_heads], s["factors"], arrived)
+            copies.append(Copy(pool.factor.at[slot, key_heads], s["factors"], arrived))
+        request(copies, self.interpret)
 
     def request_head(self, head: Array) -> None:
         """Requests the codes and scales of a value head."""
         s, pool, slot, h, stage = self.s, self.pool, self.slot, self.first_head + head, head % self.config.stages
         arrived = s["head_arrived"].at[stage]
-        plgpu.copy_gmem_to_smem(pool.payload.at[slot, h], s["tile"].at[stage], arrived)
+        copies = [Copy(pool.payload.at[slot, h], s["tile"].at[stage], arrived)]
         if self.g.readout == "fp8_e4m3":
-            plgpu.copy_gmem_to_smem(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived)
+            copies.append(Copy(pool.scale.at[slot, h], s["row_scales"].at[stage], arrived))
         else:
-            plgpu.copy_gmem_to_smem(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived)
+            copies.append(Copy(pool.block_scale.at[slot, h], s["copied_scales"].at[stage], arrived))
+        request(copies, self.interpret)
 
     def request_sources(self, head: Array) -> None:
         """Requests the values of a value head's records and tokens."""
         g, s, pool, slot = self.g, self.s, self.pool, self.slot
         h, stage = self.first_head + head, head % self.config.stages
-        arrived = s["sources_arrived"].at[stage]
+        arrived, copies = s["sources_arrived"].at[stage], []
         for i, wanted in enumerate(records.chunks_needed(self.ring.start, self.ring.count, g.window, RING_CHUNK)):
             rows = pl.ds(i * RING_CHUNK, RING_CHUNK)
-            records.copy_if(wanted, pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, self.interpret)
-        plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h], s["values"].at[stage, pl.ds(0, g.tokens)], arrived)
+            copies.append(Copy(pool.update.at[slot, h, rows], s["updates"].at[stage, rows], arrived, wanted))
+        copies.append(Copy(self.tokens.v.at[self.b, :, h], s["values"].at[stage, pl.ds(0, g.tokens)], arrived))
+        request(copies, self.interpret)
 
     def piece(self, head: Array, part: int, first: int) -> Array:
         """Number of the piece with ``columns`` from ``first`` on, of 64 values."""
@@ -128,7 +134,7 @@ class Place:
 
         @pl.when(piece < config.heads * g.tiles * in_row)
         def _():
-            plgpu.copy_gmem_to_smem(source, s["tile"].at[stage], s["piece_arrived"].at[stage])
+            request([Copy(source, s["tile"].at[stage], s["piece_arrived"].at[stage])], self.interpret)
 
     def store_numbers(self) -> None:
         """The tokens' numbers, and scales of the heads' copies."""

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.hopper.request import Copy
 from pallas_kernels.hopper.tiles import (
     COLUMNS,
     SQUARE,
@@ -30,7 +31,6 @@ from pallas_kernels.hopper.tiles import (
     barrier,
     bf16,
     channels_layout,
-    copy_if,
     f32,
     iota,
     keep,
@@ -96,56 +96,44 @@ def visit(count: Array, one: Callable[[Array, Array, Any], Any], carry: Any, unr
     return lax.fori_loop(0, (count + unroll - 1) // unroll, several, carry)
 
 
-def request_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref, interpret: Interpret) -> None:
-    """Starts copying the ring's keys, chunks without records left out."""
+def copies_of_keys(pool: Pool, slot: Array, g: Array, ring: Ring, chunk: int, arrived: Ref) -> list[Copy]:
+    """The ring's keys, chunks without records left out."""
+    copies = []
     for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
         rows = pl.ds(i * chunk, chunk)
-        copy_if(wanted, pool.key.at[slot, g, rows], ring.key.at[rows], arrived, interpret)
+        copies.append(Copy(pool.key.at[slot, g, rows], ring.key.at[rows], arrived, wanted))
+    return copies
 
 
-def request_updates(
-    pool: Pool,
-    slot: Array,
-    h: Array,
-    first: Array,
-    ring: Ring,
-    geometry: Geometry,
-    chunk: int,
-    arrived: Ref,
-    interpret: Interpret,
-) -> None:
-    """Starts copying what one tile, from value ``first`` on, needs of the ring's updates."""
-    values = pl.ds(first, geometry.tile_rows)
+def copies_of_updates(
+    pool: Pool, slot: Array, h: Array, first: Array, ring: Ring, geometry: Geometry, chunk: int, arrived: Ref
+) -> list[Copy]:
+    """What one tile, from value ``first`` on, needs of the ring's updates."""
+    values, copies = pl.ds(first, geometry.tile_rows), []
     for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
         if geometry.tile_rows == TILE_ROWS:
             rows = pl.ds(i * chunk, chunk)
-            copy_if(wanted, pool.update.at[slot, h, rows, values], ring.update.at[rows], arrived, interpret)
+            copies.append(Copy(pool.update.at[slot, h, rows, values], ring.update.at[rows], arrived, wanted))
             continue
         for row in range(i * chunk, (i + 1) * chunk):
             target = ring.update.at[pl.ds(row, 1), pl.ds(0, geometry.tile_rows)]
-            copy_if(wanted, pool.update.at[slot, h, pl.ds(row, 1), values], target, arrived, interpret)
+            copies.append(Copy(pool.update.at[slot, h, pl.ds(row, 1), values], target, arrived, wanted))
+    return copies
 
 
-def request_decays(
-    pool: Pool,
-    slot: Array,
-    h: Array,
-    ring: Ring,
-    geometry: Geometry,
-    chunk: int,
-    arrived: Ref,
-    interpret: Interpret,
-) -> None:
-    """Starts copying the ring's log decays and weights."""
+def copies_of_decays(pool: Pool, slot: Array, h: Array, ring: Ring, geometry: Geometry, chunk: int, arrived: Ref) -> list[Copy]:
+    """The ring's log decays and weights."""
+    copies = []
     if geometry.channel_gate:
         for i, wanted in enumerate(chunks_needed(ring.start, ring.count, ring.window, chunk)):
             rows = pl.ds(i * chunk, chunk)
-            copy_if(wanted, pool.log_decay.at[slot, h, rows], ring.log_decay.at[rows], arrived, interpret)
+            copies.append(Copy(pool.log_decay.at[slot, h, rows], ring.log_decay.at[rows], arrived, wanted))
     else:
-        copy_if(ring.count > 0, pool.log_decay.at[slot, h], ring.log_decay, arrived, interpret)
+        copies.append(Copy(pool.log_decay.at[slot, h], ring.log_decay, arrived, ring.count > 0))
     if ring.weight is not None:
         weights: Any = pool.weight
-        copy_if(ring.count > 0, weights.at[slot, h], ring.weight, arrived, interpret)
+        copies.append(Copy(weights.at[slot, h], ring.weight, arrived, ring.count > 0))
+    return copies
 
 
 def decay_heads(ring: Ring) -> tuple[Array, Array]:

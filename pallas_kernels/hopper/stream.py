@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.hopper import folding, records
 from pallas_kernels.hopper.compiler import recompute_in_loop
 from pallas_kernels.hopper.records import Ring
+from pallas_kernels.hopper.request import Copy, request
 from pallas_kernels.hopper.tiles import (
     TILE_ROWS,
     Array,
@@ -40,16 +41,18 @@ DECAYS, WEIGHTS = 0, 1
 class StreamConfig:
     """How the work is cut: value heads that one warpgroup serves, ring rows that are copied together.
 
+    A verify takes 8 or 16 rows, which fill the tiles of eight in which its shared memory lies.
+
     Raises:
-        ValueError: ring rows that do not fill the tiles of eight in which shared memory may lie.
+        ValueError: other numbers of ring rows.
     """
 
     heads: int = 4
     ring_chunk: int = 8
 
     def __post_init__(self) -> None:
-        if self.ring_chunk not in (8, 16):
-            raise ValueError(f"ring_chunk={self.ring_chunk} must be 8 or 16")
+        if self.ring_chunk not in (4, 8, 16):
+            raise ValueError(f"ring_chunk={self.ring_chunk} must be 4, 8 or 16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,16 +130,17 @@ class Stream:
     def k_scale(self, i: int | Array) -> Array:
         return self._number(3, i, self.key_head)
 
-    def _request_numbers(self, arrived: Ref) -> None:
-        """Requests the tokens' numbers of the ``width`` heads among which this warpgroup's are."""
+    def _copies_of_numbers(self, arrived: Ref) -> list[Copy]:
+        """The tokens' numbers of the ``width`` heads among which this warpgroup's are."""
         if not (width := numbers_width(self.g, self.call.config)):
-            return
-        first, tokens = self.g.channel_gate, self.tokens
+            return []
+        first, tokens, copies = self.g.channel_gate, self.tokens, []
         for which, source in list(enumerate((tokens.log_decay, tokens.beta, tokens.q_scale, tokens.k_scale)))[first:]:
             head = self.first_head if which < 2 else self.key_head
             heads = pl.ds(head // width * width, width)
             target = self.scratch["tokens"].at[which, pl.ds(0, self.g.tokens)]
-            plgpu.copy_gmem_to_smem(source.at[self.b, :, heads], target, arrived)
+            copies.append(Copy(source.at[self.b, :, heads], target, arrived))
+        return copies
 
     def place(self, t: Any) -> tuple[Any, Any]:
         """Value head and first value of tile ``t``."""
@@ -144,43 +148,53 @@ class Stream:
 
     def start(self, queries: Ref, keys: Ref) -> None:
         """Requests what the first tile needs but its inputs, and the tokens' queries and keys, which wait at "keys_arrived"."""
-        self.request_tile(0)
         arrived = self.scratch["keys_arrived"]
-        plgpu.copy_gmem_to_smem(self.tokens.q.at[self.b, :, self.key_head], queries, arrived)
-        plgpu.copy_gmem_to_smem(self.tokens.k.at[self.b, :, self.key_head], keys, arrived)
-        self._request_numbers(arrived)
-        self.request_keys(self.scratch["keys"], arrived)
-        self.request_head(0)
+        copies = [
+            self._copy_of_tile(0),
+            Copy(self.tokens.q.at[self.b, :, self.key_head], queries, arrived),
+            Copy(self.tokens.k.at[self.b, :, self.key_head], keys, arrived),
+            *self._copies_of_numbers(arrived),
+            *self._copies_of_keys(self.scratch["keys"], arrived),
+            *self._copies_of_head(0),
+        ]
+        self._request(copies)
+
+    def _request(self, copies: list[Copy]) -> None:
+        request(copies, self.call.interpret, by_one_warp=self.g.tokens > 1)
 
     def request_keys(self, keys: Ref, arrived: Ref) -> None:
-        ring, config = dataclasses.replace(self.ring, key=keys), self.call.config
-        records.request_keys(self.pool, self.slot, self.key_head, ring, config.ring_chunk, arrived, self.call.interpret)
+        self._request(self._copies_of_keys(keys, arrived))
 
-    def request_tile(self, t: Any) -> None:
+    def _copies_of_keys(self, keys: Ref, arrived: Ref) -> list[Copy]:
+        ring, chunk = dataclasses.replace(self.ring, key=keys), self.call.config.ring_chunk
+        return records.copies_of_keys(self.pool, self.slot, self.key_head, ring, chunk, arrived)
+
+    def _copy_of_tile(self, t: Any) -> Copy:
         (h, first), rows = self.place(t), self.g.tile_rows
         source = self.pool.checkpoint.at[self.slot, h, pl.ds(first, rows)]
-        plgpu.copy_gmem_to_smem(source, self.scratch["tile"].at[pl.ds(0, rows)], self.scratch["tile_arrived"])
+        return Copy(source, self.scratch["tile"].at[pl.ds(0, rows)], self.scratch["tile_arrived"])
 
-    def request_head(self, head: Any) -> None:
-        """Requests the ring's decays and weights, and with a channel gate the tokens' own decays."""
+    def _copies_of_head(self, head: Any) -> list[Copy]:
+        """The ring's decays and weights, and with a channel gate the tokens' own decays."""
         s, h, arrived = self.scratch, self.first_head + head, self.scratch["head_arrived"]
-        chunk, interpret = self.call.config.ring_chunk, self.call.interpret
-        records.request_decays(self.pool, self.slot, h, self.ring, self.g, chunk, arrived, interpret)
+        ring_chunk = self.call.config.ring_chunk
+        copies = records.copies_of_decays(self.pool, self.slot, h, self.ring, self.g, ring_chunk, arrived)
         if self.g.channel_gate:
-            plgpu.copy_gmem_to_smem(self.tokens.log_decay.at[self.b, :, h], s["gates"], arrived)
+            copies.append(Copy(self.tokens.log_decay.at[self.b, :, h], s["gates"], arrived))
+        return copies
 
     def request_inputs(self, t: Any, values: Ref) -> None:
         """Requests the ring's updates and the tokens' values, [T, 64] of shared memory, of a tile."""
         (h, first), g, arrived = self.place(t), self.g, self.scratch["inputs_arrived"]
-        chunk, interpret = self.call.config.ring_chunk, self.call.interpret
-        records.request_updates(self.pool, self.slot, h, first, self.ring, g, chunk, arrived, interpret)
-        tile = pl.ds(first, g.tile_rows)
+        ring_chunk, tile = self.call.config.ring_chunk, pl.ds(first, g.tile_rows)
+        copies = records.copies_of_updates(self.pool, self.slot, h, first, self.ring, g, ring_chunk, arrived)
         if g.tile_rows == TILE_ROWS:
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, :, h, tile], values, arrived)
-            return
-        for i in range(g.tokens):
-            row = values.at[pl.ds(i, 1), pl.ds(0, g.tile_rows)]
-            plgpu.copy_gmem_to_smem(self.tokens.v.at[self.b, pl.ds(i, 1), h, tile], row, arrived)
+            copies.append(Copy(self.tokens.v.at[self.b, :, h, tile], values, arrived))
+        else:
+            for i in range(g.tokens):
+                row = values.at[pl.ds(i, 1), pl.ds(0, g.tile_rows)]
+                copies.append(Copy(self.tokens.v.at[self.b, pl.ds(i, 1), h, tile], row, arrived))
+        self._request(copies)
 
     def each_tile(self, solve: Callable[[Array], None], answer: Callable[[Array], None]) -> None:
         """``solve(head)`` before the first tile of every head, ``answer(t)`` for every tile."""
@@ -220,11 +234,11 @@ class Stream:
 
         @pl.when(t + 1 < self.num_tiles)
         def _():
-            self.request_tile(t + 1)
+            self._request([self._copy_of_tile(t + 1)])
 
             @pl.when((t + 1) % self.g.tiles == 0)
             def _():
-                self.request_head((t + 1) // self.g.tiles)
+                self._request(self._copies_of_head((t + 1) // self.g.tiles))
 
         @pl.when(~self.due)
         def _():

@@ -229,11 +229,6 @@ def barrier() -> None:
     plgpu.inline_mgpu()(lambda context: mgpu_utils.warpgroup_barrier())()
 
 
-def copy_if(needed: Array, source: Ref, target: Ref, arrived: Ref, interpret: Interpret) -> None:
-    """A copy to shared memory that counts as an arrival either way; interpret mode knows no predicates and always copies."""
-    plgpu.copy_gmem_to_smem(source, target, arrived, predicate=None if interpret is not None else needed)
-
-
 def keep(x: Array, live: Array, axis: int) -> Array:
     """A 16-bit ``x`` where ``live``, a mask over ``axis``, and zero elsewhere: one instruction for two elements."""
     return keep_bits(x, mask_of(live), axis)
