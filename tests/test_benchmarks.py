@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from benchmarks import fetch_peers, peers, peers_timing, plots, readouts, serving, turns
+from benchmarks import fetch_peers, kernels, peers, peers_timing, plots, readouts, serving, turns
 from benchmarks.peers_timing import Call, figures, percentile, window_mean
 
 SHAPES = {"gdn": ([64, 16], [128, 128]), "mamba2": ([128, 8], [64, 128]), "kda": ([32, 32], [128, 128])}
@@ -147,6 +147,23 @@ def test_speedup_takes_kernel_time_and_the_faster_of_two_variants():
 def test_floor_is_one_read_of_all_checkpoints():
     assert plots.floor_us(made_up(), "gdn") == pytest.approx(256 * (4 << 20) / 4.31e12 * 1e6)
     assert plots.floor_us({"measurements": []}, "gdn") is None
+
+
+def test_the_headline_verifies_are_those_of_the_default_policy():
+    """Drafts of a channel gate are recorded raw: their times come from readouts.py, in place of those with updates."""
+    from replayssm_jax import Recurrence, ReplayPolicy, init_state
+
+    entries = [entry(family, 256, "pallas", "verify", us=300.0, tokens=5, records=6) for family in ("gdn", "kda")]
+    raw = [entry(family, 256, "pallas", "verify", us=200.0, tokens=5, readout="raw") for family in ("gdn", "kda")]
+    raw.append(entry("kda", 256, "pallas", "step", readout="raw"))
+    chosen = plots.with_default_records({"measurements": entries}, {"measurements": raw})["measurements"]
+    assert {e["family"]: e["us"] for e in chosen} == {"gdn": 300.0, "kda": 200.0}
+    for family, (delta_rule, channel_gate) in kernels.RECURRENCES.items():
+        gate = "channel" if channel_gate else "head"
+        layer = Recurrence(num_value_heads=2, num_key_heads=1, key_dim=64, value_dim=64, delta_rule=delta_rule, gate=gate)
+        ring = init_state(layer, ReplayPolicy(max_draft=5, window=16), num_slots=1).buffer
+        raw_by_default = delta_rule and ring.weight is not None
+        assert raw_by_default == (family in plots.RAW_BY_DEFAULT)
 
 
 def test_plots_are_small_pictures_of_what_was_measured(tmp_path):
