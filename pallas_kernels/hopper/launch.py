@@ -21,13 +21,11 @@ _MULTIPROCESSORS = 132
 def best_config(geometry: Geometry) -> StreamConfig:
     """As many heads of one key head as share its products, but enough warpgroups to fill the GPU.
 
-    Two heads a step, up to eight a verify: see ``benchmarks/results/kernels_sweep_h200.json``. A step of a window of 16 copies
-    four ring rows together, which leaves more of those without a record where they are; for 32 that is too many copies.
+    Two heads a step, up to eight a verify: see ``benchmarks/results/kernels_sweep_h200.json``.
     """
-    g, one = geometry, geometry.tokens == 1
-    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 2 if one else 8
-    heads = max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= min(enough, most))
-    return StreamConfig(heads=heads, ring_chunk=4 if one and g.window == 16 else 8)
+    g = geometry
+    enough, most = max(1, g.rows * g.value_heads // (4 * _MULTIPROCESSORS)), 2 if g.tokens == 1 else 8
+    return StreamConfig(heads=max(n for n in (1, 2, 3, 4, 8) if g.group_size % n == 0 and n <= min(enough, most)))
 
 
 def launch(

@@ -41,18 +41,17 @@ DECAYS, WEIGHTS = 0, 1
 class StreamConfig:
     """How the work is cut: value heads that one warpgroup serves, ring rows that are copied together.
 
-    A verify takes 8 or 16 rows, which fill the tiles of eight in which its shared memory lies.
-
     Raises:
-        ValueError: other numbers of ring rows.
+        ValueError: ring rows that do not fill the tiles of eight in which shared memory may lie. Four compile, but a copy and a
+            load then disagree on where a row is.
     """
 
     heads: int = 4
     ring_chunk: int = 8
 
     def __post_init__(self) -> None:
-        if self.ring_chunk not in (4, 8, 16):
-            raise ValueError(f"ring_chunk={self.ring_chunk} must be 4, 8 or 16")
+        if self.ring_chunk not in (8, 16):
+            raise ValueError(f"ring_chunk={self.ring_chunk} must be 8 or 16")
 
 
 @dataclasses.dataclass(frozen=True)
