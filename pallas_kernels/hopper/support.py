@@ -10,6 +10,7 @@ from pallas_kernels.hopper.tiles import TILE_ROWS, Geometry
 from pallas_kernels.hopper.verify import scratch as verify_scratch
 
 _SHARED_KB = 227  # of a Hopper multiprocessor, for one block
+_READ_KEY_DIMS, _READ_VALUE_DIM = (64, 128, 256), 256  # what refresh and read take, the second in multiples of TILE_ROWS
 
 
 def unsupported(geometry: Geometry) -> str | None:
@@ -33,14 +34,19 @@ def unsupported(geometry: Geometry) -> str | None:
     return refresh_unsupported(g) if g.folds_apart else None
 
 
+def takes_raw_records(key_dim: int, value_dim: int) -> bool:
+    """Whether heads of these dims can have raw records (or a copy, or rounding by chance); updates have kernels for more."""
+    return key_dim in _READ_KEY_DIMS and value_dim % TILE_ROWS == 0 and value_dim <= _READ_VALUE_DIM
+
+
 def _unsupported_read(g: Geometry) -> str | None:
+    if takes_raw_records(g.key_dim, g.value_dim):
+        return None
     what = "rounding='stochastic'" if g.rounding != "nearest" else "records='raw'"
     what = what if g.readout == "checkpoint" else f"readout={g.readout!r}"
-    if g.key_dim not in (64, 128, 256):
+    if g.key_dim not in _READ_KEY_DIMS:
         return f"key_dim={g.key_dim} with {what}: the GPU kernels take 64, 128 or 256"
-    if g.value_dim % TILE_ROWS or g.value_dim > 256:
-        return f"value_dim={g.value_dim} with {what}: the GPU kernels take multiples of {TILE_ROWS} up to 256"
-    return None
+    return f"value_dim={g.value_dim} with {what}: the GPU kernels take multiples of {TILE_ROWS} up to {_READ_VALUE_DIM}"
 
 
 def shared_kb(geometry: Geometry) -> int:
