@@ -77,7 +77,8 @@ def program(job: Job) -> tuple[Any, Any]:
         delta_rule=delta_rule,
         gate="channel" if channel_gate else "head",
     )
-    read: dict[str, Any] = {"records": "raw"} if job.readout == "raw" else {"readout": job.readout}
+    records = {"checkpoint": {"records": "update"}, "raw": {"records": "raw"}}
+    read: dict[str, Any] = records.get(job.readout) or {"readout": job.readout}
     policy = rs.ReplayPolicy(window=job.window, max_draft=job.tokens, record_dtype="bfloat16", **read)
     decay = (heads, key_dim) if channel_gate else (heads,)
     lead = (job.batch, job.tokens)

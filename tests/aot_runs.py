@@ -27,7 +27,7 @@ ROWS, SLOTS = 256, 384  # different, so that no token array has a pool's shape
 # XLA's description of the GPU to compile for (a GpuTargetConfigProto), as a process on an H200 reports it, shortened.
 H200 = Path(__file__).with_name("h200_target.txtpb")
 
-_layer = functools.partial(Case, activations="bfloat16", factors=True)
+_layer = functools.partial(Case, activations="bfloat16", factors=True, records="update")
 LAYERS = {
     case.id: case
     for case in (

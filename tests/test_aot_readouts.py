@@ -75,8 +75,8 @@ def _steps(state, tokens, slots, lengths):
 @pytest.mark.parametrize(("name", "form", "tokens", "window", "reads", "refreshes"), READS)
 def test_refresh_and_read_fit_and_update_in_place(name, form, tokens, window, reads, refreshes, compile_for_h200, tmp_path):
     """In a loop, and though the two kernels see block scales in different shapes."""
-    read = {"records": "raw"} if form == "raw" else {"readout": form}
-    layer = dataclasses.replace(LAYERS[name], window=window, **read)
+    readout = "checkpoint" if form == "raw" else form
+    layer = dataclasses.replace(LAYERS[name], window=window, readout=readout, records="raw")
     arguments = state_of(layer, tokens), tokens_of(layer, tokens)
     assert replay_pallas.unsupported_shape(*arguments) is None
     compiled = compile_for_h200(_steps, *arguments, VECTOR, VECTOR)

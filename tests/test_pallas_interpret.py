@@ -12,7 +12,7 @@ from tests.kernel_runs import INTERPRET, assert_flush_is_right, assert_verify_is
 
 
 def _case(id, heads, dims, delta_rule, gate, **rest):
-    return Case(id=id, heads=heads, dims=dims, delta_rule=delta_rule, gate=gate, **rest)
+    return Case(id=id, heads=heads, dims=dims, delta_rule=delta_rule, gate=gate, records="update", **rest)
 
 
 # together: both gates, both delta rules, all dtypes, both windows, grouped heads, tiles of fewer than 64 rows, several tiles a

@@ -27,7 +27,8 @@ class Variant:
 
     Args:
         name: in results and plots.
-        policy: fields of ``ReplayPolicy`` beside window, drafts and the records' dtype.
+        policy: fields of ``ReplayPolicy`` beside window, drafts and the records' dtype. Without a read-out copy records are
+            updates unless they say otherwise.
         change: what is done to the cache after every verify and its commit, None for nothing.
         delta_rule: whether it differs from the base only where there is a delta rule: other records are raw anyhow.
     """
@@ -92,6 +93,8 @@ VARIANTS = (
 def init_cache(model: Decoder, variant: Variant, sequences: int, drafts: int) -> ModelCache:
     """Fresh slots; every sequence rounds by its number."""
     fields: dict[str, Any] = dict(variant.policy)
+    if "readout" not in fields:
+        fields.setdefault("records", "update")
     policy = ReplayPolicy(window=2 * drafts, max_draft=drafts, record_dtype=model.dtype, **fields)
     cache = model.init_cache(sequences, 1, policy)
     pointer = dataclasses.replace(cache.pointer, request=jnp.arange(sequences, dtype=jnp.int32))

@@ -45,7 +45,7 @@ ALLOWED = 1e-2  # bfloat16 outputs, and a code that a last bit turned
 def run(family: str, policy: str | None, what: str) -> float:
     """The largest relative error of outputs and checkpoints; infinite where one is not finite."""
     tokens = TOKENS[what]
-    changes: dict[str, Any] = {**FAMILIES[family], **(POLICIES[policy] if policy else {})}
+    changes: dict[str, Any] = {**FAMILIES[family], **(POLICIES[policy] if policy else {"records": "update"})}
     case = Case(id=family, dims=(64, 128), max_draft=tokens, activations="bfloat16", factors=policy is not None, **changes)
     make = make_read_call if policy else make_call
     gpu, cpu = jax.devices()[0], jax.devices("cpu")[0]

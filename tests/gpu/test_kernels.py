@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(replay_pallas.missing_gpu() is not None, reason=
 
 
 def _case(id, heads, dims, delta_rule, gate, **rest):
-    return Case(id=id, heads=heads, dims=dims, delta_rule=delta_rule, gate=gate, **rest)
+    return Case(id=id, heads=heads, dims=dims, delta_rule=delta_rule, gate=gate, records="update", **rest)
 
 
 _B, _H = "bfloat16", "float16"
