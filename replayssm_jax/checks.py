@@ -74,13 +74,15 @@ def debug_decay(tokens: Tokens, live: Array) -> None:
 def check_recordable(state: ReplayState, tokens: Tokens) -> None:
     """Raises unless the ring holds what is recorded raw without rounding it."""
     record = state.policy.record_dtype
-    updates = state.recurrence.delta_rule and state.policy.records_updates
+    updates = state.recurrence.delta_rule and state.policy.records_updates(state.recurrence)
     for name in ("k",) if updates else ("k", "v"):
         dtype = getattr(tokens, name).dtype
         if jnp.promote_types(dtype, record) != record:
+            fix = f"use record_dtype='{jnp.promote_types(dtype, record).name}' or cast the tokens"
+            if name == "v" and state.recurrence.delta_rule and state.policy.readout == "checkpoint":
+                fix += ", or records='update', which records no values"
             raise ValueError(
-                f"tokens.{name} is {dtype.name}, which the policy's record_dtype={record.name} cannot hold exactly: "
-                f"use record_dtype='{jnp.promote_types(dtype, record).name}' or cast the tokens"
+                f"tokens.{name} is {dtype.name}, which the policy's record_dtype={record.name} cannot hold exactly: {fix}"
             )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import takes_raw_records
 from replayssm_jax.readout import FORMATS, PLANE
 from replayssm_jax.trees import check_positive_int
+
+if TYPE_CHECKING:
+    from replayssm_jax.state import Recurrence
 
 _FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 _READOUTS = ("checkpoint", *FORMATS)
@@ -34,8 +38,11 @@ class ReplayPolicy:
             checkpoint is the same, bit for bit, as with ``readout="checkpoint", records="raw"``.
         records: what a ring keeps of a value with the delta rule. "update" is u, in float32, computed once; "raw" is v and
             beta as they came, from which each read and each fold derives u for itself, so that no u of a rounded read is
-            ever folded. None takes what ``readout`` needs: "update" for the checkpoint, "raw" for a copy. Without the delta
-            rule records are raw inputs either way. On a GPU raw records are the better choice for drafts under a channel gate.
+            ever folded. None chooses by the layer: "raw" for a copy, which needs it, and for drafts (max_draft above 1) of a
+            delta rule with a channel gate in 16 bits (record_dtype), if the GPU kernels take raw records of the recurrence's
+            dims (K of 64, 128 or 256, V a multiple of 64 up to 256): a GPU then verifies faster, ``xla`` on a CPU takes two
+            to three times as long. Else None is "update". ``records_updates`` says which it is. Without the delta rule records
+            are raw inputs either way.
         rounding: of float16 and bfloat16 checkpoints, "nearest" or "stochastic": up or down at random, unbiased, by
             ``seed`` and the pointer's ``request`` (see ``rounding``).
         seed: of stochastic rounding, 0 to 2**32 - 1; give every layer its own.
@@ -85,10 +92,21 @@ class ReplayPolicy:
         """Of a state's checkpoint array: ``checkpoint_dtype``, or uint16 for what a "bf16_plane" leaves of it."""
         return jnp.dtype("uint16") if self.readout == PLANE else self.checkpoint_dtype
 
-    @property
-    def records_updates(self) -> bool:
+    def records_updates(self, recurrence: Recurrence) -> bool:
         """Whether a ring keeps u, where there is a delta rule, instead of raw inputs."""
-        return self.readout == "checkpoint" and self.records != "raw"
+        if self.readout != "checkpoint":
+            return False
+        if self.records is not None:
+            return self.records == "update"
+        return not (self.max_draft > 1 and self.record_dtype.itemsize == 2 and _drafts_like_raw_records(recurrence))
+
+
+def _drafts_like_raw_records(r: Recurrence) -> bool:
+    """Whether a GPU verifies drafts faster with raw records: measured for KDA, the other recurrences do not gain.
+
+    Dims that the kernels serve with updates alone keep updates, and with them the kernels.
+    """
+    return r.delta_rule and r.gate == "channel" and takes_raw_records(r.key_dim, r.value_dim)
 
 
 def _check_dtype(name: str, value: Any) -> Any:

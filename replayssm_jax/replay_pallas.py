@@ -33,7 +33,7 @@ def unsupported_shape(state: ReplayState, tokens: Tokens | None = None) -> str |
 
 def _unsupported_policy(state: ReplayState) -> str | None:
     policy = state.policy
-    if policy.rounding != "nearest" and policy.records_updates and state.recurrence.delta_rule:
+    if policy.rounding != "nearest" and state.recurrence.delta_rule and policy.records_updates(state.recurrence):
         return f"rounding={policy.rounding!r} with records of updates: the GPU kernels take it with records='raw' or a copy"
     return None
 
@@ -104,7 +104,7 @@ def _geometry(state: ReplayState, tokens: Tokens | None) -> hopper.Geometry:
         checkpoint_dtype=policy.checkpoint_dtype,
         record_dtype=record,
         value_dtype=jnp.dtype(record if tokens is None else tokens.v.dtype),
-        raw=not policy.records_updates,
+        raw=not policy.records_updates(r),
         readout=policy.readout,
         rounding=policy.rounding,
         seed=policy.seed,
@@ -119,7 +119,7 @@ def _rows(state: ReplayState, slots: Array | None, lengths: Array) -> hopper.Row
 def _tokens(state: ReplayState, tokens: Tokens) -> hopper.Tokens:
     """The kernels take queries, keys and recorded values in the ring's dtype; it holds them exactly, so this rounds nothing."""
     record = state.policy.record_dtype
-    updates = state.recurrence.delta_rule and state.policy.records_updates
+    updates = state.recurrence.delta_rule and state.policy.records_updates(state.recurrence)
     one = jnp.ones(tokens.q.shape[:3], jnp.float32)
     return hopper.Tokens(
         q=tokens.q.astype(record),

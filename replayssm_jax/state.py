@@ -108,8 +108,8 @@ class Tokens:
 class ReplayBuffer:
     """Ring of records. Record j adds ``weight_j * update_j key_j^T`` to a state that it first decays by ``exp(log_decay_j)``.
 
-    With the delta rule and ``records="raw"`` (or a read-out copy) it is a token's k, v, log_decay and beta instead, from which
-    each reader derives that sum's u_j against the state that it reads.
+    With the delta rule and raw records (see ``ReplayPolicy.records``) it is a token's k, v, log_decay and beta instead, from
+    which each reader derives that sum's u_j against the state that it reads.
 
     Attributes:
         key: raw keys. [N, G, L, K] record_dtype
@@ -161,7 +161,7 @@ def init_buffer(recurrence: Recurrence, policy: ReplayPolicy, num_slots: int) ->
     """An empty ring for ``num_slots`` slots."""
     check_positive_int("num_slots", num_slots)
     r, window = recurrence, policy.window
-    updates = r.delta_rule and policy.records_updates
+    updates = r.delta_rule and policy.records_updates(r)
     raw = r.delta_rule and not updates
     decay_tail = r.decay_dims[1:]
     return ReplayBuffer(

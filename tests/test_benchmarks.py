@@ -161,7 +161,7 @@ def test_the_headline_verifies_are_those_of_the_default_policy():
     for family, (delta_rule, channel_gate) in kernels.RECURRENCES.items():
         gate = "channel" if channel_gate else "head"
         layer = Recurrence(num_value_heads=2, num_key_heads=1, key_dim=64, value_dim=64, delta_rule=delta_rule, gate=gate)
-        ring = init_state(layer, ReplayPolicy(max_draft=5, window=16), num_slots=1).buffer
+        ring = init_state(layer, ReplayPolicy(max_draft=5, window=16, record_dtype="bfloat16"), num_slots=1).buffer
         raw_by_default = delta_rule and ring.weight is not None
         assert raw_by_default == (family in plots.RAW_BY_DEFAULT)
 

@@ -40,6 +40,30 @@ NEMOTRON_H_8B = {
     "head_dim": 128,
     "intermediate_size": 21504,
 }
+KIMI_LINEAR = {
+    "model_type": "kimi_linear",
+    "vocab_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],
+        "full_attn_layers": [4],
+        "num_heads": 4,
+        "head_dim": 128,
+        "short_conv_kernel_size": 4,
+    },
+    "num_attention_heads": 4,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "kv_lora_rank": 64,
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "moe_intermediate_size": 64,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 MAMBA2_2_7B = {
     "model_type": "mamba2",
     "vocab_size": 50288,
@@ -165,3 +189,12 @@ def test_raw_records_of_a_delta_rule_are_counted():
     assert planned.record == 36 * (32 * 128 * 2 + 16 * 128 * 2 + 32 * 4 + 16 * 4 + 32 * 4)
     with pytest.raises(ValueError, match="readout must be one of"):
         plan.make_plan(MAMBA2_2_7B, window=16, drafts=0, readout="int4")
+
+
+def test_records_are_counted_as_the_default_policy_keeps_them():
+    """Kimi Delta Attention, 3 layers of 4 heads of 128: updates in float32 without drafts, inputs as they come with them."""
+    inputs = 128 * 2 + 128 * 4  # a key in bfloat16 and its gate, one number a channel
+    plain, drafted = (make_plan(KIMI_LINEAR, window=16, drafts=drafts) for drafts in (0, 4))
+    assert plain.record == 3 * 4 * (inputs + 128 * 4)
+    assert drafted.record == 3 * 4 * (inputs + 128 * 2 + 4 + 4)  # beta and the key's factor
+    assert drafted.sequence(0) - drafted.conv == drafted.checkpoint + 16 * drafted.record

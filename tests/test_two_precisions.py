@@ -82,7 +82,7 @@ def test_the_checkpoint_is_bit_equal_with_and_without_a_copy(family, changes, rn
 def test_raw_records_and_recorded_updates_agree(rng):
     """What raw records cost is arithmetic: the same states and outputs to rounding."""
     case = case_named("kda")
-    pools = [rs.init_state(case.recurrence, dataclasses.replace(case.policy, records=r), 2) for r in (None, "raw")]
+    pools = [rs.init_state(case.recurrence, dataclasses.replace(case.policy, records=r), 2) for r in ("update", "raw")]
     for _ in range(12):
         drafts = make_tokens(case, rng, 2, 4)
         pools, outs = zip(*(jitted("verify")(pool, drafts) for pool in pools), strict=True)
