@@ -22,8 +22,8 @@ def request(copies: Sequence[Copy], interpret: Interpret, by_one_warp: bool = Tr
     """Starts copies, from the first warp if there are several and not told otherwise.
 
     One thread starts a copy in any case, but its addresses are found by every warp that comes by. Where instructions are what a
-    kernel waits for, three warps had better not: reads of NVFP4 codes take a tenth less time, folds and verifies one or two
-    percent. Steps wait for memory, and take a percent more.
+    kernel waits for, three warps had better not: reads of NVFP4 codes take a tenth less time, ``refresh`` and verifies of nine
+    drafts one to three percent. Steps wait for memory, and take a percent more.
     """
 
     def start() -> None:
