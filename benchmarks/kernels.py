@@ -28,7 +28,7 @@ BATCHES = (1, 8, 32, 128, 256, 512)
 LOOP = 48  # calls in one compiled loop
 WINDOW = 16
 DRAFT_RECORDS = {5: (0, 6, 8), 9: (0, 8, 15)}  # of a verify: an empty ring, ordinary rows, rows that flush
-FEW = (1, 8, 9, 14, 15)  # records of a step: as ring rows are copied eight together, all that differ much
+FEW = (1, 4, 5, 8, 9, 12, 13, 14, 15)  # records of a step: ring rows are copied eight together, which shows between 8 and 9
 # [value heads, key heads], [V, K], the recurrence; the first of a family is its headline, the others are stepped at batch 256
 GEOMETRIES: dict[str, list[tuple[tuple[int, int], tuple[int, int]]]] = {
     "gdn": [((64, 16), (128, 128)), ((32, 16), (128, 128)), ((30, 30), (192, 96))],

@@ -39,9 +39,10 @@ class ReplayPolicy:
         records: what a ring keeps of a value with the delta rule. "update" is u, in float32, computed once; "raw" is v and
             beta as they came, from which each read and each fold derives u for itself, so that no u of a rounded read is
             ever folded. None chooses by the layer: "raw" for a copy, which needs it, and for drafts (max_draft above 1) of a
-            delta rule with a channel gate in 16 bits (record_dtype), if the GPU kernels take raw records of the recurrence's
-            dims (K of 64, 128 or 256, V a multiple of 64 up to 256): a GPU then verifies faster, ``xla`` on a CPU takes two
-            to three times as long. Else None is "update". ``records_updates`` says which it is. Without the delta rule records
+            delta rule with a channel gate in 16 bits (record_dtype), in a window of 16 or 32 that holds three times max_draft,
+            if the GPU kernels take raw records of the recurrence's dims (K of 64, 128 or 256, V a multiple of 64 up to 256).
+            A GPU then verifies faster but for rows that fold (README has the times, of 256 rows), and ``xla`` on a CPU takes
+            several times as long. Else None is "update". ``records_updates`` says which it is. Without the delta rule records
             are raw inputs either way.
         rounding: of float16 and bfloat16 checkpoints, "nearest" or "stochastic": up or down at random, unbiased, by
             ``seed`` and the pointer's ``request`` (see ``rounding``).
@@ -98,15 +99,18 @@ class ReplayPolicy:
             return False
         if self.records is not None:
             return self.records == "update"
-        return not (self.max_draft > 1 and self.record_dtype.itemsize == 2 and _drafts_like_raw_records(recurrence))
+        return not _drafts_like_raw_records(recurrence, self)
 
 
-def _drafts_like_raw_records(r: Recurrence) -> bool:
-    """Whether a GPU verifies drafts faster with raw records: measured for KDA, the other recurrences do not gain.
+def _drafts_like_raw_records(r: Recurrence, policy: ReplayPolicy) -> bool:
+    """Whether a GPU's rounds of drafts take less time with raw records: as measured for KDA, the other recurrences do not gain.
 
-    Dims that the kernels serve with updates alone keep updates, and with them the kernels.
+    Rows that fold take longer, so most rows of a round must not: a window of three times the drafts sees to that. What the
+    kernels serve with updates alone keeps updates, and with them the kernels.
     """
-    return r.delta_rule and r.gate == "channel" and takes_raw_records(r.key_dim, r.value_dim)
+    drafts = policy.max_draft > 1 and policy.window in (16, 32) and policy.window >= 3 * policy.max_draft
+    in_16_bits = policy.record_dtype.itemsize == 2
+    return drafts and in_16_bits and r.delta_rule and r.gate == "channel" and takes_raw_records(r.key_dim, r.value_dim)
 
 
 def _check_dtype(name: str, value: Any) -> Any:

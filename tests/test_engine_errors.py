@@ -143,6 +143,22 @@ def test_a_damaged_folder_is_named(tmp_path):
             restore(folder, model("qwen3_5"), drafter=runs.drafter)
 
 
+def test_an_engine_of_the_format_before_keeps_its_records(tmp_path):
+    """What it did not name were updates; today's default may be another."""
+    runs, folder = engine(), tmp_path / "saved"
+    runs.submit((1, 2, 3), TEN)
+    runs.step()
+    save(runs, folder)
+    rest = json.loads((folder / "engine.json").read_text())
+    assert rest["format"] == 3
+    assert rest["made_for"]["policy"]["records"] is None
+    (folder / "engine.json").write_text(json.dumps({**rest, "format": 2}))
+    back = restore(folder, model("qwen3_5"), drafter=runs.drafter)
+    assert back.policy.records == "update"
+    want, got = (list(each.requests[0]) for each in (runs, back))
+    assert got[-1].tokens == want[-1].tokens
+
+
 def test_host_and_device_that_disagree_are_an_error_and_no_endless_loop():
     runs = engine()
     runs.submit((1, 2, 3), TEN)

@@ -91,7 +91,7 @@ VARIANTS = (
 
 
 def init_cache(model: Decoder, variant: Variant, sequences: int, drafts: int) -> ModelCache:
-    """Fresh slots; every sequence rounds by its number."""
+    """Fresh slots; every sequence rounds by its number, so of texts that are read in one batch each by other numbers."""
     fields: dict[str, Any] = dict(variant.policy)
     if "readout" not in fields:
         fields.setdefault("records", "update")

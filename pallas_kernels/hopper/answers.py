@@ -92,7 +92,7 @@ class Folded(Answers):
             copies.append(Copy(self.tokens.log_decay.at[self.b, :, heads], s["gates"], arrived))
         if not self.values_late:
             copies.append(self._copy_of_values())
-        request(copies, self.interpret)
+        request(copies, self.interpret, by_one_warp=g.channel_gate)
 
     def _copy_of_values(self) -> Copy:
         values = self.s["values"].at[0, pl.ds(0, self.g.tokens)]

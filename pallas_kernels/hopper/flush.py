@@ -97,7 +97,7 @@ def _flush_tile(
             *records.copies_of_decays(pool, slot, h, ring, g, RING_CHUNK, arrived),
             *records.copies_of_updates(pool, slot, h, part * g.tile_rows, ring, g, RING_CHUNK, arrived),
         ]
-        request(copies, interpret, by_one_warp=False)
+        request(copies, interpret, by_one_warp=False)  # it waits for memory, as a step does
         plgpu.barrier_wait(arrived)
         if g.channel_gate:
             left = records.decay_channels(ring, plgpu.layout_cast(jnp.zeros((g.key_dim,), f32), channels_layout(g.key_dim)))

@@ -202,18 +202,18 @@ def request_head(call: Call, buffers: Buffers, head: Head) -> None:
     if pool.factor is not None:
         factors = buffers.numbers.at[blocked.FACTORS, pl.ds(0, g.window)]
         copies.append(Copy(pool.factor.at[head.slot, key_head], factors, arrived))
-    request(copies, call.interpret)
+    request(copies, call.interpret, by_one_warp=g.channel_gate)
 
 
 def request_updates(call: Call, buffers: Buffers, head: Head, t: Any) -> None:
     g, ring, arrived = call.g, buffers.ring(head, call.g), buffers.updates_arrived
     copies = records.copies_of_updates(call.pool, head.slot, head.h, t * g.tile_rows, ring, g, RING_CHUNK, arrived)
-    request(copies, call.interpret)
+    request(copies, call.interpret, by_one_warp=g.channel_gate)
 
 
 def request_tile(call: Call, buffers: Buffers, head: Head, t: Any, i: int) -> None:
-    parts = tile_parts(call, buffers, head, t, i)
-    request([Copy(source, target, buffers.tile_arrived.at[i]) for source, target in parts], call.interpret)
+    parts, arrived = tile_parts(call, buffers, head, t, i), buffers.tile_arrived.at[i]
+    request([Copy(*part, arrived) for part in parts], call.interpret, by_one_warp=call.g.channel_gate)
 
 
 def tile_parts(call: Call, buffers: Buffers, head: Head, t: Any, i: Any) -> list[tuple[Ref, Ref]]:

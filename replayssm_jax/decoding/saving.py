@@ -30,7 +30,7 @@ from replayssm_jax.decoding.text import Tokenizer
 from replayssm_jax.models.decoder import Decoder
 from replayssm_jax.state import ReplayPolicy
 
-_ARRAYS, _REST, _FORMAT = "arrays.safetensors", "engine.json", 2
+_ARRAYS, _REST, _FORMAT = "arrays.safetensors", "engine.json", 3
 
 
 def save(engine: Engine, folder: str | pathlib.Path) -> None:
@@ -116,16 +116,26 @@ def _read(folder: pathlib.Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     form = rest.get("format") if isinstance(rest, dict) else None
-    if form != _FORMAT:
-        raise ValueError(f"{path} has format {form}, this version reads {_FORMAT}")
+    if form not in (2, _FORMAT):
+        raise ValueError(f"{path} has format {form}, this version reads 2 and {_FORMAT}")
     requests = [(request, _REQUEST_KEYS, "a request") for request in rest.get("requests") or ()]
     for described, needed, whose in ((rest, _KEYS, "it"), *requests):
         if missing := sorted(needed - (described.keys() if isinstance(described, dict) else set())):
             raise ValueError(f"{path} is damaged: {whose} lacks {', '.join(missing)}")
+    if form == 2:
+        _name_records(rest)
     try:
         return rest, load_file(folder / _ARRAYS)
     except SafetensorError as error:
         raise ValueError(f"{folder / _ARRAYS} is damaged: {error}") from error
+
+
+def _name_records(rest: dict[str, Any]) -> None:
+    """In format 2 records that a policy did not name were updates, whatever the layer, unless a copy is read."""
+    made_for = rest["made_for"]
+    policy = made_for.get("policy") if isinstance(made_for, dict) else None
+    if isinstance(policy, dict) and policy.get("records") is None and policy.get("readout") == "checkpoint":
+        policy["records"] = "update"
 
 
 def _made_for(engine: Engine) -> dict[str, Any]:

@@ -44,6 +44,7 @@ CASES = (
     (_case("gdn-192", (6, 6), (192, 128), True, "head", beta_max=2.0, activations=_B), ("nvfp4",)),
     (_case("gla", (12, 12), (64, 64), False, "channel", factors=True), ("fp8_e4m3",)),
     (_case("gdn-raw", (64, 16), (128, 128), True, "head", factors=True, activations=_B, records="raw"), ("checkpoint",)),
+    (_case("kda-raw", (32, 32), (128, 128), True, "channel", factors=True, activations=_B, records="raw"), ("checkpoint",)),
     (_case("kda-raw-bf16", (12, 12), (128, 128), True, "channel", checkpoint=_B, records="raw"), ("checkpoint",)),
     (_case("mamba2-chance", (128, 8), (64, 128), False, "head", **_CHANCE), ("checkpoint", "nvfp4")),
 )
