@@ -178,6 +178,8 @@ def draw_verify(results: Entry) -> Any:
     names = []
     for axis, family in zip(axes, FAMILIES, strict=True):
         floor, ticks = floor_us(results, family), set()
+        if any(_is_verify_of(entry, [family]) and entry.get("readout") == "raw" for entry in results["measurements"]):
+            axis.set_title(axis.get_title() + ", raw records")
         ends: list[tuple[float, float, str, str]] = []
         for kernel, flush, name, color, style in styles:
             points = verify_times(results["measurements"], family, kernel, flush)
