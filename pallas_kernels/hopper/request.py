@@ -22,9 +22,9 @@ def request(copies: Sequence[Copy], interpret: Interpret, by_one_warp: bool = Tr
     """Starts copies, from the first warp if there are several and not told otherwise.
 
     One thread starts a copy in any case, but its addresses are found by every warp that comes by. Where instructions are what
-    a kernel waits for, three warps had better not: reads of NVFP4 codes take a tenth less time, folds of raw records under a
-    channel gate and verifies of nine drafts one to three percent. Steps wait for memory and take a percent more; folds under a
-    head gate gain nothing, and it costs them registers.
+    a kernel waits for, three warps had better not: reads of NVFP4 codes take a tenth less time, verifies of nine drafts two
+    percent; folds under a channel gate save registers. Steps wait for memory and take a percent more; folds under a head gate
+    gain nothing, and it costs them registers.
     """
 
     def start() -> None:
