@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "results"
@@ -26,14 +26,14 @@ OURS, THEIRS, SNAPSHOTS, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
 Entry = dict[str, Any]
 
 
-def with_default_records(results: Entry, readouts: Entry) -> Entry:
-    """Results whose verifies are those of the default policy: of a channel gate with raw records, as readouts.py times them."""
-    raw = [entry for family in RAW_BY_DEFAULT for entry in select(readouts["measurements"], family=family, readout="raw")]
-    theirs = [entry for entry in results["measurements"] if not _is_verify_of(entry, RAW_BY_DEFAULT)]
-    return results | {"measurements": [*theirs, *(entry for entry in raw if _is_verify_of(entry, RAW_BY_DEFAULT))]}
+def with_raw_records(results: Entry, readouts: Entry, families: Sequence[str] = RAW_BY_DEFAULT) -> Entry:
+    """Results whose verifies of some families, as a rule those of the default, are of raw records, which readouts.py times."""
+    raw = [entry for entry in select(readouts["measurements"], readout="raw") if _is_verify_of(entry, families)]
+    others = [entry for entry in results["measurements"] if not _is_verify_of(entry, families)]
+    return results | {"measurements": others + raw}
 
 
-def _is_verify_of(entry: Entry, families: Iterable[str]) -> bool:
+def _is_verify_of(entry: Entry, families: Sequence[str]) -> bool:
     return entry.get("kernel") == "pallas" and entry.get("what") == "verify" and str(entry.get("family")) in families
 
 
@@ -247,7 +247,7 @@ def draw(source: pathlib.Path, out: pathlib.Path, readouts: pathlib.Path | None 
 
     results = json.loads(source.read_text())
     measured = None if readouts is None else json.loads(readouts.read_text())
-    verified = results if measured is None else with_default_records(results, measured)
+    verified = results if measured is None else with_raw_records(results, measured)
     figures = {"speedup_h200": draw_speedup(results), "verify_h200": draw_verify(verified)}
     if measured is not None:
         figures["readouts_h200"] = draw_readouts(measured)

@@ -6,6 +6,7 @@ python benchmarks/summary.py
 import json
 import math
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -17,7 +18,7 @@ if __name__ == "__main__":
 
 from benchmarks.fidelity.plot import headline  # noqa: E402
 from benchmarks.kernels import RECURRENCES  # noqa: E402
-from benchmarks.plots import HEADLINE, RAW_BY_DEFAULT, RESULTS, best, select, time_of, with_default_records  # noqa: E402
+from benchmarks.plots import HEADLINE, RAW_BY_DEFAULT, RESULTS, best, select, time_of, with_raw_records  # noqa: E402
 
 SOURCE, READOUTS, FIDELITY = "kernels_h200.json", "readouts_h200.json", "fidelity_h200.json"
 Entry = dict[str, Any]
@@ -92,19 +93,10 @@ def readout_figures(results: Entry) -> dict[str, float]:
 
 
 def raw_figures(results: Entry, readouts: Entry) -> dict[str, float]:
-    """Times of verifies with raw records over the time of one read of the checkpoints, all that they launch included."""
-    found: dict[str, float] = {}
-    for family, heads in HEADLINE.items():
-        if not RECURRENCES[family][0]:
-            continue  # without the delta rule records are raw either way
-        own = select(readouts["measurements"], family=family, batch=256, readout="raw")
-        for tokens in (5, 9):
-            for suffix, flush in (("", False), ("_flush", True)):
-                matching = select(own, what="verify", tokens=tokens, flush=flush)
-                if matching:
-                    time, dims = max(matching, key=lambda entry: entry["records"])["us"], matching[0]["dims"]
-                    found[f"{family}_verify{tokens}_raw{suffix}_over_floor"] = round(time / floor_of(results, heads, dims), 3)
-    return found
+    """Headline figures of verifies with raw records, of the families that have the choice."""
+    families = [family for family in HEADLINE if RECURRENCES[family][0]]
+    found = figures(with_raw_records(results, readouts, families))
+    return {name: value for name, value in found.items() if "_verify" in name and name.split("_")[0] in families}
 
 
 def describe(found: dict[str, float], unit: str, results: Entry, source: str) -> dict[str, Entry]:
@@ -117,11 +109,13 @@ def main() -> None:
     summary = describe(figures(results), "ratio", results, SOURCE)
     if (RESULTS / READOUTS).exists():
         readouts = json.loads((RESULTS / READOUTS).read_text())
-        of_default = figures(with_default_records(results, readouts))
-        verifies = {name for name in of_default if any(f"{family}_verify" in name for family in RAW_BY_DEFAULT)}
-        of_updates = {name.replace("_over", "_updates_over"): summary[name] for name in sorted(verifies)}
-        summary |= describe({name: of_default[name] for name in sorted(verifies)}, "ratio", readouts, READOUTS) | of_updates
-        summary |= describe(readout_figures(readouts) | raw_figures(results, readouts), "ratio", readouts, READOUTS)
+        summary |= describe(readout_figures(readouts), "ratio", readouts, READOUTS)
+        for name, entry in describe(raw_figures(results, readouts), "ratio", readouts, READOUTS).items():
+            if name.split("_")[0] in RAW_BY_DEFAULT:  # the other kind goes under a name of its own
+                summary[re.sub(r"verify\d+", r"\g<0>_updates", name)] = summary[name]
+                summary[name] = entry
+            else:
+                summary[re.sub(r"verify\d+", r"\g<0>_raw", name)] = entry
     if (RESULTS / FIDELITY).exists():
         results = json.loads((RESULTS / FIDELITY).read_text())
         divergences = {f"{name}_128k": float(f"{value:.4g}") for name, value in headline(results).items()}

@@ -156,7 +156,7 @@ def test_the_headline_verifies_are_those_of_the_default_policy():
     entries = [entry(family, 256, "pallas", "verify", us=300.0, tokens=5, records=6) for family in ("gdn", "kda")]
     raw = [entry(family, 256, "pallas", "verify", us=200.0, tokens=5, readout="raw") for family in ("gdn", "kda")]
     raw.append(entry("kda", 256, "pallas", "step", readout="raw"))
-    chosen = plots.with_default_records({"measurements": entries}, {"measurements": raw})["measurements"]
+    chosen = plots.with_raw_records({"measurements": entries}, {"measurements": raw})["measurements"]
     assert {e["family"]: e["us"] for e in chosen} == {"gdn": 300.0, "kda": 200.0}
     for family, (delta_rule, channel_gate) in kernels.RECURRENCES.items():
         gate = "channel" if channel_gate else "head"

@@ -7,6 +7,7 @@ import pytest
 
 from replayssm_jax import plan
 from replayssm_jax.models import CheckpointError
+from tests.narrow_models import CONFIGS
 
 QWEN3_NEXT_80B = {
     "model_type": "qwen3_next",
@@ -40,30 +41,7 @@ NEMOTRON_H_8B = {
     "head_dim": 128,
     "intermediate_size": 21504,
 }
-KIMI_LINEAR = {
-    "model_type": "kimi_linear",
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "linear_attn_config": {
-        "kda_layers": [1, 2, 3],
-        "full_attn_layers": [4],
-        "num_heads": 4,
-        "head_dim": 128,
-        "short_conv_kernel_size": 4,
-    },
-    "num_attention_heads": 4,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 32,
-    "v_head_dim": 64,
-    "kv_lora_rank": 64,
-    "num_experts": 8,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 64,
-    "num_shared_experts": 1,
-    "first_k_dense_replace": 1,
-}
+KIMI_LINEAR = {"model_type": "kimi_linear", "vocab_size": 256, **CONFIGS["kimi_linear"]}
 MAMBA2_2_7B = {
     "model_type": "mamba2",
     "vocab_size": 50288,

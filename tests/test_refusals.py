@@ -124,10 +124,7 @@ _STOCHASTIC = {"checkpoint": "float16", "rounding": "stochastic"}
         (_STOCHASTIC, "rounding='stochastic' with records of updates: the GPU kernels take it with records='raw' or a copy"),
         (_STOCHASTIC | {"delta_rule": False}, "key_dim=32 with rounding='stochastic': the GPU kernels take 64, 128 or 256"),
         ({"readout": "nvfp4", "dims": (256, 256)}, "a head of 256 x 256 needs "),
-        (
-            {"dims": (64, 256), "gate": "channel", "window": 32, "max_draft": 16, "records": "update"},
-            "T=16 tokens with key_dim=256 need ",
-        ),
+        ({"dims": (64, 256), "gate": "channel", "window": 32, "max_draft": 16}, "T=16 tokens with key_dim=256 need "),
     ],
 )
 def test_kernels_say_what_would_work(changes, reason):

@@ -14,71 +14,11 @@ from replayssm_jax.mixers import MixerCache
 from replayssm_jax.models import MODELS
 from replayssm_jax.models.check import check_folder
 from tests.golden_data import ROOT
+from tests.narrow_models import CONFIGS
 
 pytestmark = pytest.mark.skipif(replay_pallas.missing_gpu() is not None, reason=str(replay_pallas.missing_gpu()))
 
 ROWS, MAX_DRAFT, VOCAB = 6, 5, 256
-_GDN = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
-# The recurrent heads are of published sizes, everything else is narrow.
-CONFIGS = {
-    "qwen3_5": _GDN,
-    "qwen3_next": {
-        **_GDN,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 64,
-    },
-    "kimi_linear": {
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "linear_attn_config": {
-            "kda_layers": [1, 2, 3],
-            "full_attn_layers": [4],
-            "num_heads": 4,
-            "head_dim": 128,
-            "short_conv_kernel_size": 4,
-        },
-        "num_attention_heads": 4,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "kv_lora_rank": 64,
-        "num_experts": 8,
-        "num_experts_per_token": 2,
-        "moe_intermediate_size": 64,
-        "num_shared_experts": 1,
-        "first_k_dense_replace": 1,
-    },
-    "nemotron_h": {
-        "hidden_size": 256,
-        "hybrid_override_pattern": "MEM*",
-        "mamba_num_heads": 16,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "moe_shared_expert_intermediate_size": 64,
-    },
-    "mamba2": {"hidden_size": 256, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 64, "state_size": 128, "n_groups": 1},
-}
 every_family = pytest.mark.parametrize("family", CONFIGS)
 
 
